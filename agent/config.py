@@ -1,0 +1,66 @@
+"""A job as the command line resolved it: plain values, checked, nothing left to look up.
+
+`hyperpodrun.cli` makes one of these; the agent reads it and never the command line.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from hyperpodrun.agent.wire.launch import Program
+
+StartMethod = Literal["forkserver", "spawn"]
+NumaBinding = Literal["node", "socket", "exclusive", "core-complex"]
+
+
+class Streams(msgspec.Struct, frozen=True):
+    """Which of one rank's two streams something applies to."""
+
+    stdout: bool = False
+    stderr: bool = False
+
+
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Units are in the names; tuples are ordered by local rank where they hold one entry a rank."""
+
+    program: Program
+    job_id: str
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 1
+    role: str = "default"
+    max_restarts: int = 0
+    restart_window_s: float = 3600.0
+    max_node_failures: int | None = None
+    start_method: StartMethod = "forkserver"
+    preload: tuple[str, ...] = ()
+    python: str = ""
+    """Interpreter of the workers; "" means the launcher's own."""
+    log_dir: str | None = None
+    redirects: tuple[Streams, ...] = ()
+    """One entry a local rank: these streams go to files only."""
+    tee: tuple[Streams, ...] = ()
+    """One entry a local rank: these streams go to files and to the console."""
+    local_ranks_filter: frozenset[int] | None = None
+    """Local ranks shown on the console; None: all."""
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    log_line_prefix_template: str | None = None
+    """With ${role_name}, ${rank}, ${local_rank}; None: "[${role_name}${rank}]:" when there is more than one rank."""
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    local_addr: str | None = None
+    virtual_local_rank: bool = False
+    numa_binding: NumaBinding | None = None
+    signals_to_handle: tuple[int, ...] = (15, 2, 1, 3)
+    shutdown_signal: int = 15
+    shutdown_timeout_s: float = 30.0
+    exit_skew_timeout_s: float = 300.0
+    pre_train_script: str | None = None
+    pre_train_args: tuple[str, ...] = ()
+    post_train_script: str | None = None
+    post_train_args: tuple[str, ...] = ()
+    rootless: bool = True
+    notes: tuple[str, ...] = ()
+    """Sentences to tell the user once at the start (options that are not active yet, or cannot be honoured)."""

@@ -1,0 +1,1 @@
+"""What the agent knows about this machine's GPUs, memory and processors."""

@@ -1,0 +1,1 @@
+"""What agents and workers both speak: variable names, exit codes, messages."""

@@ -1,0 +1,1 @@
+"""Starting, watching, ending the worker processes of this node."""

@@ -1,0 +1,1 @@
+"""What runs inside a worker process before the user's script does."""
