@@ -1,0 +1,149 @@
+"""The failure desk: gathers what is known of a failed attempt while it is there, decides whom to blame, and tells people.
+
+The report is written once per failed attempt, after the job core has said what follows (a restart, or the end), because what
+happens next belongs into it. Deciding is `policy/blame.py`, the words are `workers/report.py`; this joins them to their sources.
+"""
+
+import signal
+from collections.abc import Callable
+
+import msgspec
+
+from hyperpodrun.agent.config import JobConfig
+from hyperpodrun.agent.health.oom import OomWatch
+from hyperpodrun.agent.health.shm import shm_figures
+from hyperpodrun.agent.policy import blame
+from hyperpodrun.agent.policy import job as policy
+from hyperpodrun.agent.reactor import Reactor
+from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.workers import evidence, report
+from hyperpodrun.agent.workers.group import End, Over
+from hyperpodrun.agent.workers.output import Output
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless."""
+
+    code: int
+    text: str = ""
+    final: bool = False
+
+
+class FailureDesk:
+    """One a launcher. `watch_child` tells the end of a helper (py-spy) that the desk starts."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        node: str,
+        reactor: Reactor,
+        output: Output,
+        watch_child: Callable[[int, Callable[[int], None]], None],
+    ) -> None:
+        self._config = config
+        self._node = node
+        self._reactor = reactor
+        self._output = output
+        self._watch_child = watch_child
+        self._oom = OomWatch()
+        self._attempt = 0
+        self._began_s = 0.0
+        self._start_code: int | None = None
+        self._pending: tuple[report.FailedRank, list[report.FailedRank]] | None = None
+        self._reason = ""
+
+    def begin_attempt(self, attempt: int) -> None:
+        """A new attempt starts now."""
+        self._attempt = attempt
+        self._began_s = self._reactor.now_s()
+        self._start_code = None
+        self._oom.snapshot()
+
+    def first_failure(self, end: End, others: int) -> None:
+        """Say at once what was seen, when others have to be stopped first: that may take as long as --shutdown-timeout."""
+        if others and end.status is not None:
+            many = f"the other {others} ranks" if others > 1 else "the other rank"
+            self._output.say(f"rank {end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node")
+
+    def dump_stacks(self, pids: dict[int, int], why: str) -> None:
+        """Print where these ranks (local rank -> pid) are."""
+        named = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(pids.items()))
+        self._output.say(f"{named}: {why}; stacks follow before it is ended")
+        self._dumper.dump(pids)
+
+    def start_failed(self, reason: str, code: int) -> None:
+        """The workers could not be started."""
+        self._start_code = code
+        self._output.say(f"the workers could not be started: {reason}")
+
+    def judge(self, over: Over) -> Verdict:
+        """Who failed first, and what the job's exit code would be."""
+        self._pending = None
+        if over.success:
+            return Verdict(0)
+        if over.start_failure is not None:
+            # Nothing that another attempt could change: the program or this machine is not fit.
+            return Verdict(self._start_code or exit_codes.CONFIG, over.start_failure, final=True)
+        failed = [self._failed_rank(end) for end in over.ends if end.failed or end.hung]
+        if over.cause == "order" or not failed:
+            return Verdict(0)
+        told = {rank.end.local_rank: rank.evidence for rank in failed}
+        culprit = blame.root_cause([rank.end for rank in failed], told)
+        root = next(rank for rank in failed if rank.end is culprit)
+        self._pending = root, [rank for rank in failed if rank is not root]
+        # A hung rank that took our signal kindly ended with 0: that is no success.
+        return Verdict(exit_codes.from_wait_status(culprit.status) or 1, "\n".join(root.tail.stderr))
+
+    def tell_next(self, effect: policy.Restarting | policy.GivingUp) -> None:
+        """What follows was decided: a restart is told now, the end when its code is known."""
+        if isinstance(effect, policy.GivingUp):
+            self._reason = effect.reason
+            return
+        total = self._config.max_restarts
+        step = f"restarting all ranks, {effect.left} of {total} restarts left"
+        if effect.free:
+            step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
+        self._tell(step, 0)
+
+    def flush(self, code: int) -> None:
+        """The job ends with this code: tell what was not told yet."""
+        reason = f"{self._reason}: " if self._reason else ""
+        step = f"{reason}the job ends with exit code {code}"
+        if self._pending:
+            self._tell(step, code)
+        elif code:
+            self._output.say(step)
+
+    def _tell(self, step: str, code: int) -> None:
+        if not self._pending:
+            return
+        root, others = self._pending
+        self._pending = None
+        about = report.Circumstances(
+            host=self._node,
+            started_at_s=self._began_s,
+            attempt=self._attempt,
+            max_restarts=self._config.max_restarts,
+            restarts_left=0,
+            restarting=code == 0,
+            exit_code=code,
+            program=self._config.program.target,
+            oom_kills=self._oom.killed_since(),
+            shm=shm_figures(),
+            next_step=step,
+        )
+        self._output.say(report.render(root, others, about))
+
+    def _failed_rank(self, end: End) -> report.FailedRank:
+        local_rank = end.local_rank
+        # A process that SIGKILL did not end has no status yet; SIGKILL is what it will end of.
+        status = signal.SIGKILL if end.status is None else end.status
+        tail = self._output.tail(local_rank)
+        files = (self._output.log_path(local_rank, "stdout"), self._output.log_path(local_rank, "stderr"))
+        return report.FailedRank(
+            end=blame.WorkerEnd(local_rank, local_rank, end.pid, status, end.at_s, end.signalled, end.hung),
+            evidence=evidence.gather(self._output.error_file(local_rank), tail, status),
+            tail=tail,
+            log_files=tuple(path for path in files if path),
+        )
+

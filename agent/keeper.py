@@ -1,0 +1,235 @@
+"""The keeper: the process the user started. It starts the agent, forwards signals, reaps, and clears up after a dead agent.
+
+It does so little that there is little to fail: standard library only, one thread, no state but the agent's pid. As PID 1 of a
+container it does that process's duties: signals are blocked and taken with sigwait, so they count although PID 1 has no default
+actions (signal(7)), and every orphan is reaped.
+
+States: *watching* (the agent lives), *clearing* (the agent died: its workers' processes are ended), *pausing* (before the next
+agent), *leaving*.
+
+Invariants
+- The agent ended on purpose exactly if it wrote an exit code into the memo; anything else is a death and starts a new agent,
+  at least 1 s after the last start, at most 5 deaths in 60 s.
+- A stop signal is never lost: one that comes while no agent lives ends the job with 128 + its number.
+- When the keeper leaves, no process of the job is left and the run folder is gone.
+
+The agent has a session of its own: a terminal's Ctrl-C comes to the keeper alone and is forwarded once.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+from hyperpodrun.agent import family, run_dir
+from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.workers.cgroup import WorkerCgroup
+
+MIN_START_INTERVAL_S = 1.0
+MAX_DEATHS = 5
+DEATHS_WINDOW_S = 60.0
+CLEAR_LIMIT_S = 10.0
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU, signal.SIGPWR)
+_MEMO_BYTES = 4096
+
+
+class KeeperLink:
+    """The agent's side of its keeper: what outlives an agent.
+
+    `memo` holds what the previous agent remembered (empty for the first one); `deaths` counts agents that died before this one.
+    `signal_mask` is the mask to restore once the agent can take signals: until then they wait, so none is lost and none kills it.
+    """
+
+    def __init__(
+        self,
+        folder: run_dir.RunDir,
+        family_mark: str,
+        memo_fd: int,
+        memo: dict[str, str],
+        deaths: int,
+        signal_mask: Collection[int | signal.Signals],
+    ) -> None:
+        self.run_dir = folder
+        self.signal_mask = signal_mask
+        self.family = family_mark
+        self.pid = os.getppid()
+        self.memo = memo
+        self.deaths = deaths
+        self._memo_fd = memo_fd
+
+    def remember(self, **facts: object) -> None:
+        """Keep these facts for the next agent, should this one die. Values are single lines."""
+        self.memo.update({key: str(value) for key, value in facts.items()})
+        _write_memo(self._memo_fd, self.memo)
+
+    def alive(self) -> bool:
+        """Is the keeper still our parent?"""
+        return os.getppid() == self.pid
+
+    def leave(self, code: int) -> NoReturn:
+        """End the agent process on purpose with this exit code."""
+        self.remember(exit=code)
+        if not self.alive():
+            self.run_dir.remove()  # nobody else is left to do it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # the keeper's own clean-up handlers, copied by fork, must not run here
+
+
+def main(run_agent: Callable[[KeeperLink], int]) -> NoReturn:
+    """Run `run_agent` in a child process until it ends on purpose; leave with its exit code."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup(1): stays so, here and in workers
+    forwarded = {number for number in FORWARDED if not (number == signal.SIGHUP and ignored)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
+    family.become_subreaper()
+    try:
+        folder = run_dir.create()
+    except OSError as error:
+        _say(str(error))
+        sys.exit(exit_codes.CONFIG)
+    mark = os.urandom(8).hex()
+    memo_fd = os.memfd_create("hyperpodrun-memo", os.MFD_CLOEXEC)
+    code = exit_codes.INTERNAL
+    try:
+        code = _Keeper(run_agent, folder, mark, memo_fd, forwarded, mask).keep()
+    finally:
+        folder.remove()
+        WorkerCgroup(mark).remove()
+    sys.exit(code)
+
+
+class _Keeper:
+    def __init__(
+        self,
+        run_agent: Callable[[KeeperLink], int],
+        folder: run_dir.RunDir,
+        mark: str,
+        memo_fd: int,
+        forwarded: set[signal.Signals],
+        mask: set[int | signal.Signals],
+    ) -> None:
+        self.run_agent = run_agent
+        self.folder = folder
+        self.mark = mark
+        self.memo_fd = memo_fd
+        self.forwarded = forwarded
+        self.mask = mask
+        self.agent = 0
+        self.agent_status: int | None = None
+        self.stopped_by: int | None = None
+        self.deaths_s: list[float] = []
+
+    def keep(self) -> int:
+        """The exit code of the job."""
+        while True:
+            started_s = time.monotonic()
+            self.start_agent()
+            if not self.deaths_s:
+                run_dir.remove_dead()  # the agent is busy starting and we have nothing to do
+            status = self.watch()
+            memo = _read_memo(self.memo_fd)
+            left = family.kill_all(os.getpid(), self.mark, CLEAR_LIMIT_S, self.reap)
+            for process in left:
+                _say(f"process {process.pid} ({process.name}, state {process.state}) cannot be killed and stays: the kernel holds it")
+            if "exit" in memo:
+                return int(memo["exit"])
+            if self.stopped_by is not None:
+                return exit_codes.for_signal(self.stopped_by)
+            self.deaths_s.append(time.monotonic())
+            recent = [when_s for when_s in self.deaths_s if when_s > time.monotonic() - DEATHS_WINDOW_S]
+            number = exit_codes.signal_of_wait_status(status)
+            how = f"was killed by {exit_codes.signal_name(number)}" if number else f"ended with code {exit_codes.from_wait_status(status)}"
+            if len(recent) >= MAX_DEATHS:
+                _say(
+                    f"the agent (pid {self.agent}) {how}: {len(recent)} deaths in {DEATHS_WINDOW_S:.0f} s, the job ends. "
+                    "If nobody killed it, this is a bug of hyperpodrun or the machine is out of memory (see dmesg)."
+                )
+                return exit_codes.INTERNAL
+            _say(
+                f"the agent (pid {self.agent}) {how}; all its workers were ended, it starts again "
+                f"(death {len(recent)} of {MAX_DEATHS} allowed in {DEATHS_WINDOW_S:.0f} s)"
+            )
+            if not self.pause(started_s + MIN_START_INTERVAL_S):
+                assert self.stopped_by is not None
+                return exit_codes.for_signal(self.stopped_by)
+
+    def start_agent(self) -> None:
+        """Fork the agent: it needs no second start of the interpreter."""
+        keeper = os.getpid()
+        self.agent_status = None
+        memo = _read_memo(self.memo_fd)
+        self.agent = os.fork()
+        if self.agent:
+            return
+        try:
+            os.setsid()
+            if not family.die_with_parent(signal.SIGTERM, keeper):
+                os._exit(exit_codes.INTERNAL)
+            link = KeeperLink(self.folder, self.mark, self.memo_fd, memo, len(self.deaths_s), self.mask)
+            link.leave(self.run_agent(link))
+        except BaseException:
+            # A bug of ours: show it whole; the missing exit note makes the keeper start another agent.
+            import traceback
+
+            traceback.print_exc()
+            os._exit(exit_codes.INTERNAL)
+
+    def watch(self) -> int:
+        """Forward signals until the agent is gone; its wait status."""
+        while self.agent_status is None:
+            self.take(signal.sigwaitinfo(self.forwarded | {signal.SIGCHLD}).si_signo)
+        return self.agent_status
+
+    def pause(self, until_s: float) -> bool:
+        """Wait before the next agent; False when a stop signal came."""
+        while self.stopped_by is None and (left_s := until_s - time.monotonic()) > 0:
+            info = signal.sigtimedwait(self.forwarded | {signal.SIGCHLD}, left_s)
+            if info:
+                self.take(info.si_signo)
+        return self.stopped_by is None
+
+    def take(self, number: int) -> None:
+        """One signal of ours."""
+        if number == signal.SIGCHLD:
+            self.reap()
+            return
+        if number in STOP_SIGNALS and self.stopped_by is None:
+            self.stopped_by = number
+        if self.agent_status is None:
+            os.kill(self.agent, number)
+
+    def reap(self) -> None:
+        """Take leave of every dead child, the agent and adopted orphans alike."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.agent:
+                self.agent_status = status
+
+
+def _say(text: str) -> None:
+    try:
+        os.write(2, f"hyperpodrun: {text}\n".encode(errors="replace"))
+    except OSError:
+        pass  # nobody is listening any more
+
+
+def _write_memo(fd: int, memo: dict[str, str]) -> None:
+    text = "".join(f"{key}={value}\n" for key, value in memo.items()).encode()
+    if len(text) >= _MEMO_BYTES:
+        raise ValueError(f"the memo holds {len(text)} bytes of {_MEMO_BYTES}")
+    # One page in one call: a kill leaves the old text or the new one.
+    os.pwrite(fd, text.ljust(_MEMO_BYTES, b"\0"), 0)
+
+
+def _read_memo(fd: int) -> dict[str, str]:
+    text = os.pread(fd, _MEMO_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)

@@ -1,0 +1,158 @@
+"""How to see where a hung rank stands before it is killed: a plan for the agent, which alone sends signals and starts helpers.
+
+Three ways, the first that works:
+
+1. The worker's own faulthandler: forked workers print all stacks to their stderr at one real-time signal. In other processes
+   that signal would kill, so SigCgt in /proc/<pid>/status is read before it is ever sent.
+2. `py-spy dump`, where it is installed and may look at the process (the same user, or the tracing capability). It does not stop
+   the process and the agent bounds its time.
+3. What the kernel says of each thread: state, where it waits, its system call. Always told, since a thread in state D answers
+   neither of the others.
+
+Pure but for reading /proc, whose root is given in tests. Sources: proc(5), signal(7), faulthandler, ptrace(2), Yama's LSM docs.
+"""
+
+import os
+import signal
+from collections.abc import Mapping
+
+import msgspec
+
+from hyperpodrun.agent.wire import launch
+
+DUMP_SIGNAL = signal.SIGRTMAX - launch.STACK_DUMP_SIGNAL_OFFSET
+ANSWER_LIMIT_S = 2.0
+"""The dump of a process with hundreds of threads takes milliseconds; a process that swaps takes longer."""
+PY_SPY_LIMIT_S = 10.0
+THREAD_LINES = 24
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep (a driver or a file system does not answer)",
+    "T": "stopped",
+    "t": "stopped by a tracer",
+    "Z": "a zombie",
+    "X": "dead",
+    "I": "idle",
+}
+
+# The system calls in which threads of training jobs are found waiting; others keep their number. From the kernel's tables.
+_CALLS = {
+    "x86_64": {
+        0: "read", 1: "write", 7: "poll", 16: "ioctl", 17: "pread64", 18: "pwrite64", 23: "select", 34: "pause", 35: "nanosleep",
+        42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 74: "fsync",
+        128: "rt_sigtimedwait", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 270: "pselect6",
+        271: "ppoll", 281: "epoll_pwait", 288: "accept4",
+    },
+    "aarch64": {
+        22: "epoll_pwait", 29: "ioctl", 63: "read", 64: "write", 67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll",
+        82: "fsync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 137: "rt_sigtimedwait", 202: "accept",
+        203: "connect", 206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
+    },
+}  # fmt: skip
+
+
+class DumpPlan(msgspec.Struct, frozen=True):
+    """What the agent is to do about one hung rank.
+
+    `signal`: send this, the stacks then come through the worker's stderr. Else `command`: run this, the stacks are its stdout.
+    Either within `limit_s` seconds. `facts`: what the kernel said at once, as text for the report; "" when the process is gone.
+    """
+
+    pid: int
+    signal: int | None = None
+    command: tuple[str, ...] = ()
+    limit_s: float = 0.0
+    facts: str = ""
+
+
+def plan(pid: int, env: Mapping[str, str], proc: str = "/proc") -> DumpPlan:
+    """Decide for one process. `env` is the agent's environment (PATH)."""
+    facts = kernel_facts(pid, proc)
+    if not facts:
+        return DumpPlan(pid)
+    if catches(pid, DUMP_SIGNAL, proc):
+        return DumpPlan(pid, signal=DUMP_SIGNAL, limit_s=ANSWER_LIMIT_S, facts=facts)
+    py_spy = _on_path("py-spy", env)
+    if py_spy and _may_trace(proc):
+        command = (py_spy, "dump", "--nonblocking", "--pid", str(pid))
+        return DumpPlan(pid, command=command, limit_s=PY_SPY_LIMIT_S, facts=facts)
+    return DumpPlan(pid, facts=facts)
+
+
+def catches(pid: int, number: int, proc: str = "/proc") -> bool:
+    """Does the process have a handler for this signal? False when it is gone, or a zombie."""
+    for line in _text(f"{proc}/{pid}/status").splitlines():
+        if line.startswith("SigCgt:"):
+            try:
+                return bool(int(line[7:], 16) >> (number - 1) & 1)
+            except ValueError:
+                return False
+    return False
+
+
+def kernel_facts(pid: int, proc: str = "/proc") -> str:
+    """One line for each thread, the main thread first, equal ones counted together; "" when the process is gone."""
+    try:
+        threads = sorted((int(name) for name in os.listdir(f"{proc}/{pid}/task")), key=lambda tid: (tid != pid, tid))
+    except (OSError, ValueError):
+        return ""
+    seen: dict[str, list[int]] = {}
+    for tid in threads:
+        if described := _thread(f"{proc}/{pid}/task/{tid}"):
+            seen.setdefault(described, []).append(tid)
+    lines = []
+    for described, tids in seen.items():
+        who = "main thread" if pid in tids else f"thread {tids[0]}"
+        more = f" and {len(tids) - 1} more" if len(tids) > 1 else ""
+        lines.append(f"{who}{more}: {described}")
+    if len(lines) > THREAD_LINES:
+        lines[THREAD_LINES:] = [f"... {len(lines) - THREAD_LINES} other kinds of threads"]
+    return "\n".join(lines)
+
+
+def _thread(folder: str) -> str:
+    status = _text(f"{folder}/stat")
+    name, closed, rest = status.partition("(")[2].rpartition(")")
+    if not closed or not rest.split():
+        return ""
+    state = rest.split()[0]
+    parts = [f"{name}, {_STATES.get(state, state)}"]
+    wchan = _text(f"{folder}/wchan").strip()
+    if wchan not in ("", "0"):
+        parts.append(f"kernel function {wchan}")
+    call = _text(f"{folder}/syscall").split()
+    if call and call[0].isdecimal():
+        parts.append(f"system call {_call_name(int(call[0]))}")
+    return ", ".join(parts)
+
+
+def _call_name(number: int) -> str:
+    return _CALLS.get(os.uname().machine, {}).get(number, str(number))
+
+
+def _on_path(name: str, env: Mapping[str, str]) -> str | None:
+    for folder in env.get("PATH", os.defpath).split(":"):
+        path = f"{folder or '.'}/{name}"
+        if os.access(path, os.X_OK) and os.path.isfile(path):
+            return path
+    return None
+
+
+def _may_trace(proc: str) -> bool:
+    """Yama's scope 1 and higher keep a process from looking into its siblings, unless it has CAP_SYS_PTRACE."""
+    scope = _text(f"{proc}/sys/kernel/yama/ptrace_scope").strip()
+    if scope in ("", "0"):
+        return True
+    capable = next((line[7:] for line in _text(f"{proc}/self/status").splitlines() if line.startswith("CapEff:")), "0")
+    return scope in ("1", "2") and bool(int(capable, 16) >> 19 & 1)
+
+
+def _text(path: str) -> str:
+    """A small kernel file; "" when it is missing or may not be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,230 @@
+"""From settings to a job: everything looked up, contradictions told, what is not active yet put into notes.
+
+`resolve` is the only maker of a `JobConfig`. It looks at the machine (processors, GPUs, limits, folders) but starts nothing.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import cast
+
+from hyperpodrun.agent.config import JobConfig, NumaBinding, StartMethod, Streams
+from hyperpodrun.agent.wire import names
+from hyperpodrun.agent.wire.launch import Program
+from hyperpodrun.cli import machine, places
+from hyperpodrun.cli.kinds import NAME, BadValueError, Nodes, StreamChoice, boolean
+from hyperpodrun.cli.options import BY_NAME, OPTIONS
+from hyperpodrun.cli.parse import CommandLine, Settings
+from hyperpodrun.cli.program import program
+from hyperpodrun.cli.refusal import MachineRefusal, Refusal, quoted
+
+# Variable of the job's number, variable of a part of it that runs by itself (a step, an array's task).
+SCHEDULERS = (
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ("PBS_JOBID", ""),
+    ("LSB_JOBID", "LSB_JOBINDEX"),
+    ("FLUX_JOB_ID", ""),
+    ("COBALT_JOBID", ""),
+    ("OAR_JOB_ID", ""),
+    ("AWS_BATCH_JOB_ID", ""),
+)
+
+
+def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str]) -> JobConfig:
+    """The job that was asked for. Raises Refusal for contradictions (2) and for what this machine cannot do (78)."""
+    what = program(settings, line.script, environment)
+    nodes = settings.get("nnodes", Nodes)
+    _check_contradictions(settings, nodes)
+    rootless = _rootless(environment)
+    notes = _notes(settings)
+    start_method = _start_method(settings, what, notes)
+    if nodes.minimum > 1:
+        raise MachineRefusal(
+            f"{settings.source('nnodes')} asks for {nodes.minimum} nodes, and this release runs jobs on one node only; "
+            "leave it out, or give 1"
+        )
+    if nodes.maximum > 1:
+        source = settings.source("nnodes")
+        notes.append(f"{source} 1:{nodes.maximum}: this release runs jobs on one node, so this node runs alone as node rank 0")
+    workers = _workers(settings, environment, notes)
+    machine.check_limits(workers)
+    redirects, tee = _streams(settings, "redirects", workers), _streams(settings, "tee", workers)
+    _check_ranks_filter(settings, workers)
+    log_dir = settings.find("log-dir", str)
+    if log_dir is not None:
+        machine.check_log_dir(log_dir, settings.source("log-dir"), create=not settings.on("dry-run"))
+    return JobConfig(
+        program=what,
+        job_id=job_id(settings, environment)[0],
+        min_nodes=nodes.minimum,
+        max_nodes=nodes.maximum,
+        nproc_per_node=workers,
+        role=settings.get("role", str),
+        max_restarts=settings.get("max-restarts", int),
+        restart_window_s=settings.get("restart-window", float),
+        max_node_failures=settings.find("max-node-failures", int),
+        start_method=start_method,
+        preload=settings.find("preload", tuple) or (),
+        python=_python(environment),
+        log_dir=log_dir,
+        redirects=redirects,
+        tee=tee,
+        local_ranks_filter=settings.find("local-ranks-filter", frozenset),
+        duplicate_stdout_filters=settings.get("duplicate-stdout-filters", tuple),
+        duplicate_stderr_filters=settings.get("duplicate-stderr-filters", tuple),
+        log_line_prefix_template=environment.get(names.LOG_LINE_PREFIX_TEMPLATE) or None,
+        node_rank=settings.find("node-rank", int),
+        master_addr=settings.find("master-addr", str),
+        master_port=settings.find("master-port", int) or None,
+        local_addr=settings.find("local-addr", str),
+        virtual_local_rank=settings.on("virtual-local-rank"),
+        numa_binding=_numa_binding(settings),
+        signals_to_handle=settings.get("signals-to-handle", tuple),
+        shutdown_signal=settings.get("shutdown-signal", int),
+        shutdown_timeout_s=settings.get("shutdown-timeout", float),
+        exit_skew_timeout_s=settings.get("exit-skew-timeout", float),
+        pre_train_script=settings.find("pre-train-script", str),
+        pre_train_args=settings.find("pre-train-args", tuple) or (),
+        post_train_script=settings.find("post-train-script", str),
+        post_train_args=settings.find("post-train-args", tuple) or (),
+        rootless=rootless,
+        notes=tuple(notes),
+    )
+
+
+def _check_contradictions(settings: Settings, nodes: Nodes) -> None:
+    for when in ("pre", "post"):
+        script, arguments = f"{when}-train-script", f"{when}-train-args"
+        if arguments in settings.given and script not in settings.given:
+            raise Refusal(f"{settings.source(arguments)} is given without --{script}; name the script, or leave them out")
+    node_rank = settings.find("node-rank", int)
+    if node_rank is not None and node_rank >= nodes.maximum:
+        raise Refusal(
+            f"{settings.source('node-rank')}: rank {node_rank} does not exist in a job of {nodes.maximum} node(s); "
+            f"allowed: 0{f' to {nodes.maximum - 1}' if nodes.maximum > 1 else ''}"
+        )
+    host, port = settings.get("server-host", str), settings.get("server-port", int)
+    if port >= 0 and not places.is_loopback(host) and "job-secret-file" not in settings.given:
+        raise Refusal(
+            f"{settings.source('server-host')}: a server on {quoted(host)} is open to other machines and needs "
+            "--job-secret-file; give one, or use 127.0.0.1"
+        )
+    if settings.on("insecure-mesh") and "job-secret-file" in settings.given:
+        both = f"{settings.source('insecure-mesh')} and {settings.source('job-secret-file')}"
+        raise Refusal(f"{both} exclude each other; give one of them")
+
+
+def _notes(settings: Settings) -> list[str]:
+    notes = []
+    for option in OPTIONS:
+        setting = settings.given.get(option.name)
+        if setting is None or option.note is None or setting.value is False:
+            continue
+        if any(setting.value == option.kind.parse(text) for text in option.quiet):
+            continue
+        notes.append(f"{setting.source}: {option.note}")
+    return notes
+
+
+def _start_method(settings: Settings, what: Program, notes: list[str]) -> StartMethod:
+    asked = settings.find("start-method", str)
+    method: StartMethod = "spawn" if asked == "spawn" or what.run_as == "program" else "forkserver"
+    if asked == "fork":
+        notes.append(f"{settings.source('start-method')} fork: taken as {method}, since forking the launcher itself is not safe")
+    elif asked == "forkserver" and method == "spawn":
+        notes.append(f"{settings.source('start-method')} forkserver: a program that is not Python is always started by spawn")
+    if method == "spawn" and "preload" in settings.given:
+        notes.append(f"{settings.source('preload')}: workers are started by spawn, so there is nothing to import modules into")
+    return method
+
+
+def _numa_binding(settings: Settings) -> NumaBinding | None:
+    return cast("NumaBinding | None", settings.find("numa-binding", str))
+
+
+def _workers(settings: Settings, environment: Mapping[str, str], notes: list[str]) -> int:
+    asked = settings.get("nproc-per-node", object)
+    if isinstance(asked, int):
+        return asked
+    source = settings.source("nproc-per-node")
+    if asked == "xpu":
+        raise MachineRefusal(f"{source} xpu: Intel GPUs cannot be counted without torch; give the number of workers")
+    if asked == "cpu":
+        return machine.usable_processors()
+    gpus, trouble = machine.count_gpus(environment)
+    if gpus:
+        return gpus
+    if asked == "gpu":
+        reason = f"the GPU driver cannot be asked ({trouble})" if trouble else "no GPU is visible"
+        raise MachineRefusal(f"{source} gpu: {reason}; give the number of workers, or cpu")
+    processors = machine.usable_processors()
+    reason = "no GPU driver answers" if trouble else "no GPU is visible"
+    notes.append(f"{source} auto: {reason}, so one worker for each of {processors} processor(s)")
+    return processors
+
+
+def _streams(settings: Settings, name: str, workers: int) -> tuple[Streams, ...]:
+    chosen = settings.get(name, StreamChoice)
+    beyond = sorted(rank for rank in chosen.by_local_rank or () if rank >= workers)
+    if beyond:
+        raise _no_such_local_rank(settings, name, beyond[0], workers)
+    return tuple(chosen.of(rank) for rank in range(workers))
+
+
+def _check_ranks_filter(settings: Settings, workers: int) -> None:
+    chosen = settings.find("local-ranks-filter", frozenset)
+    if chosen is not None and max(chosen) >= workers:
+        raise _no_such_local_rank(settings, "local-ranks-filter", max(chosen), workers)
+
+
+def _no_such_local_rank(settings: Settings, name: str, rank: int, workers: int) -> Refusal:
+    setting = settings.given[name]
+    return Refusal(
+        f"{setting.source}: {quoted(setting.text)} names local rank {rank}, and this node has {workers} worker(s); "
+        f"allowed: 0{f' to {workers - 1}' if workers > 1 else ''}"
+    )
+
+
+def job_id(settings: Settings, environment: Mapping[str, str]) -> tuple[str, str]:
+    """(the job's id, where it came from)."""
+    for name in ("job-id", "rdzv-id"):
+        given = settings.find(name, str)
+        if given:
+            return given, settings.source(name)
+    # Inside a worker of another job the scheduler's id is that job's too.
+    if not settings.on("standalone") and not environment.get(names.GENERATION):
+        from_scheduler = _scheduler_job_id(environment)
+        if from_scheduler:
+            return from_scheduler
+    return os.urandom(6).hex(), "chance"
+
+
+def _scheduler_job_id(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    for variable, part_variable in SCHEDULERS:
+        number, part = environment.get(variable, ""), environment.get(part_variable, "") if part_variable else ""
+        # Slurm numbers its special steps (batch, extern) from 4294967290 up: those are the whole job.
+        name = f"{number}.{part}" if part.isdecimal() and len(part) < 10 else number
+        try:
+            if number:
+                return str(NAME.parse(name)), variable
+        except BadValueError:
+            continue  # not an id that can be shown: as if there were none
+    return None
+
+
+def _rootless(environment: Mapping[str, str]) -> bool:
+    text = environment.get(names.USE_ROOTLESS, "")
+    try:
+        return boolean(text) if text else True
+    except BadValueError:
+        raise Refusal(f"{names.USE_ROOTLESS}: {quoted(text)} is not allowed; allowed: {BY_NAME['help'].kind.allowed}") from None
+
+
+def _python(environment: Mapping[str, str]) -> str:
+    name = environment.get(names.PYTHON_EXEC, "")
+    if not name or name == sys.executable:
+        return ""
+    path = machine.find_program(name, environment.get("PATH") or os.defpath)
+    if path is None:
+        raise MachineRefusal(f"{names.PYTHON_EXEC} names {quoted(name)}, which cannot be run; unset it, or name an interpreter")
+    return path

@@ -1,0 +1,192 @@
+"""Which modules a forkserver may import before it forks, and whether it is fit to fork afterwards.
+
+Of a script only the text is looked at, none of it runs: the torch modules that it imports by name, wherever in the file, are the ones imported early.
+They are left to the workers when the text does something first that can change what that import does: sets a variable torch reads
+at import, or changes the front of sys.path.
+
+A process may be forked when nothing lives in it that a fork leaves behind or shares: no other thread, no open GPU, no tracer. OpenBLAS's idle
+threads are the exception, since it ends and restarts its pool around fork by handlers of its own (pthread_atfork).
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hyperpodrun.agent.wire.launch import Program
+
+if TYPE_CHECKING:
+    import ast
+
+_READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "VECLIB_", "TORCH", "PYTORCH", "ATEN_", "C10_", "LD_", "PYTHON")
+"""Variables (by prefix) that torch or the libraries beneath it read while they are imported."""
+
+
+def source_of(program: Program) -> str | None:
+    """The file whose text is the program; None when it cannot be told without running something."""
+    if program.run_as == "program":
+        return None
+    if program.run_as == "module":
+        return _file_of_module(program.target)
+    if os.path.isdir(program.target):
+        return os.path.join(program.target, "__main__.py")
+    return program.target
+
+
+def _file_of_module(name: str) -> str | None:
+    """Find a module's file without importing the packages around it."""
+    where: list[str] | None = None
+    so_far = ""
+    for part in [*name.split("."), "__main__"]:
+        if so_far and where is None and part == "__main__":
+            break
+        so_far = f"{so_far}.{part}" if so_far else part
+        for finder in sys.meta_path:
+            spec = finder.find_spec(so_far, where)
+            if spec is not None:
+                break
+        else:
+            return None
+        where = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+        origin = spec.origin
+    return origin if origin and origin.endswith(".py") else None
+
+
+def named_in(path: str | None) -> tuple[list[tuple[str, list[str]]], str]:
+    """The torch imports in a source file as (module, names), and why they are not to be made early ("" if they may be)."""
+    try:
+        with open(path or "", "rb") as file:
+            text = file.read()
+    except OSError:
+        return [], ""
+    if b"torch" not in text:
+        return [], ""
+    import ast
+
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return [], ""  # the workers will say so
+    return torch_imports(tree)
+
+
+def torch_imports(tree: "ast.Module") -> tuple[list[tuple[str, list[str]]], str]:
+    """See `named_in`; `tree` is the parsed source."""
+    import ast
+
+    found: list[tuple[str, list[str]]] = []
+    obstacle, first_line = "", 0
+    for node in _in_order(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, []) for alias in node.names if _is_torch(alias.name)]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and _is_torch(node.module or ""):
+            found.append((node.module or "", [alias.name for alias in node.names if alias.name != "*"]))
+        elif not found and not obstacle:
+            obstacle = _obstacle(node)
+            first_line = getattr(node, "lineno", 0)
+    return found, f"line {first_line} {obstacle} before torch is imported" if found and obstacle else ""
+
+
+def _in_order(node: "ast.AST") -> Iterator["ast.AST"]:
+    """All nodes in the order of the text."""
+    import ast
+
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
+
+
+def _is_torch(name: str) -> bool:
+    return name == "torch" or name.startswith("torch.")
+
+
+def _obstacle(node: "ast.AST") -> str:
+    import ast
+
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        if _ends_in(node.value, "environ") and _matters(node.slice):
+            return "changes os.environ"
+        if _ends_in(node.value, "path") and isinstance(node.value, ast.Attribute) and _ends_in(node.value.value, "sys"):
+            return "changes sys.path"
+    if isinstance(node, ast.Attribute) and node.attr == "path" and _ends_in(node.value, "sys") and not isinstance(node.ctx, ast.Load):
+        return "changes sys.path"
+    if isinstance(node, ast.Call):
+        called = node.func
+        if _ends_in(called, "putenv") or _ends_in(called, "unsetenv"):
+            return "changes os.environ"
+        if isinstance(called, ast.Attribute):
+            if _ends_in(called.value, "environ") and called.attr in ("setdefault", "pop") and node.args and _matters(node.args[0]):
+                return "changes os.environ"
+            if _ends_in(called.value, "environ") and called.attr in ("update", "clear"):
+                return "changes os.environ"
+            if _ends_in(called.value, "path") and called.attr in ("insert", "remove", "clear", "pop", "reverse", "sort"):
+                return "changes sys.path"
+    return ""
+
+
+def _ends_in(node: "ast.AST", name: str) -> bool:
+    import ast
+
+    return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
+
+
+def _matters(key: "ast.AST") -> bool:
+    """Could this name a variable that torch reads at import? Computed names could be any."""
+    import ast
+
+    return not (isinstance(key, ast.Constant) and isinstance(key.value, str)) or key.value.startswith(_READ_AT_IMPORT)
+
+
+def load(imports: list[tuple[str, list[str]]]) -> list[str]:
+    """Import them; returns the modules that are there afterwards. A module that does not exist is left for the script to miss."""
+    done: list[str] = []
+    for module, names in imports:
+        try:
+            __import__(module, None, None, names)
+        except ModuleNotFoundError as error:
+            # Nothing ran if it is the very module that is missing; else something broke half-way.
+            if error.name is None or not (module + ".").startswith(error.name + "."):
+                raise
+            continue
+        done.append(module)
+    return list(dict.fromkeys(done))
+
+
+def shadowed(first_on_path: str, ours: frozenset[str]) -> str:
+    """Name a module of the user's, next to the script, that we have already imported under the same name from elsewhere; "" if none."""
+    try:
+        names = os.listdir(first_on_path or ".")
+    except OSError:
+        return ""
+    for name in sorted(names):
+        stem = name.removesuffix(".py")
+        if stem in ours and (stem != name or os.path.exists(os.path.join(first_on_path, name, "__init__.py"))):
+            return os.path.join(first_on_path, name)
+    return ""
+
+
+def unfit_because() -> str:
+    """Why this process must not be forked; "" when it may be."""
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        return "a tracer or profiler is active in new interpreters"
+    threading = sys.modules.get("threading")
+    if threading is not None and threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return f"a preloaded module has started threads ({names})"
+    extra = len(os.listdir("/proc/self/task")) - 1 - _explained_threads()
+    if extra > 0:
+        return f"a preloaded module has started {extra} native thread(s)"
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith(("/dev/nvidia", "/dev/kfd")):
+            return f"a preloaded module has opened the GPU ({target})"
+    return ""
+
+
+def _explained_threads() -> int:
+    with open("/proc/self/maps", "rb") as file:
+        libraries = {line.split(None, 5)[5].strip() for line in file if b"openblas" in line}
+    return len(libraries) * ((os.cpu_count() or 1) - 1)

@@ -1,0 +1,77 @@
+"""Random kills of workers, agents and keepers, one after another: nothing hangs, nothing is left."""
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+KILLS = 200
+WORKER = """
+import random
+subprocess.Popen(["sleep", "300"], start_new_session=RANK == 0)
+meet()
+# Deaf now and then, as training code is.
+if RANK == 1: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pause()
+"""
+RANKS = 3
+
+
+def zombies() -> list[str]:
+    """Zombies whose parent is gone from this test's sight or is one of its launchers."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                text = Path(f"/proc/{entry}/stat").read_text()
+            except OSError:
+                continue
+            state, parent = text.rpartition(")")[2].split()[:2]
+            if state == "Z" and int(parent) == 1:
+                found.append(text)
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_two_hundred_random_kills(launch: Callable, tmp_path: Path) -> None:
+    seed = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+    print(f"CHAOS_SEED={seed}")
+    chooser = random.Random(seed)
+    shm_before, zombies_before = set(os.listdir("/dev/shm")), set(zombies())
+    run, attempt, agents_killed = None, 0, 0
+    for number in range(KILLS):
+        if run is None:
+            for note in tmp_path.glob("up.*.json"):
+                note.unlink()
+            run = launch(f"--nproc-per-node={RANKS}", "--max-restarts=1000", "--shutdown-timeout=0.2", script=WORKER)
+            attempt, agents_killed = 0, 0
+        # Half of the kills come when all is calm, half as soon as the first rank of the attempt is seen.
+        calm = chooser.random() < 0.5
+        rows = run.until_told("up", RANKS if calm else 1, attempt=attempt)
+        victim = chooser.choice(["worker"] * 3 + (["agent"] if agents_killed < 3 else []) + ["keeper"])
+        pid = {"worker": chooser.choice(rows)["pid"], "agent": run.agent(), "keeper": run.pid}[victim]
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it had just been ended
+        if victim == "keeper":
+            run.nothing_left()
+            run.code()
+            run = None
+            assert os.listdir(tmp_path / "tmp") == [], f"kill {number} (keeper), seed {seed}: run folder left"
+        else:
+            agents_killed += victim == "agent"
+            attempt += 1
+    if run is not None:
+        run.until_told("up", RANKS, attempt=attempt)
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.code() == 143, run.story()
+        run.nothing_left()
+    assert os.listdir(tmp_path / "tmp") == []
+    assert set(os.listdir("/dev/shm")) <= shm_before, "left in /dev/shm"
+    assert set(zombies()) <= zombies_before, "zombies left"
