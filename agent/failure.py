@@ -4,6 +4,7 @@ The report is written once per failed attempt, after the job core has said what 
 happens next belongs into it. Deciding is `policy/blame.py`, the words are `workers/report.py`; this joins them to their sources.
 """
 
+import os
 import signal
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from hyperpodrun.agent.policy import blame
 from hyperpodrun.agent.policy import job as policy
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes
-from hyperpodrun.agent.workers import evidence, report
+from hyperpodrun.agent.workers import evidence, report, stacks
 from hyperpodrun.agent.workers.group import End, Over
 from hyperpodrun.agent.workers.output import Output
 
@@ -68,8 +69,36 @@ class FailureDesk:
     def dump_stacks(self, pids: dict[int, int], why: str) -> None:
         """Print where these ranks (local rank -> pid) are."""
         named = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(pids.items()))
-        self._output.say(f"{named}: {why}; stacks follow before it is ended")
-        self._dumper.dump(pids)
+        self._output.say(f"{named}: {why}; stacks follow")
+        for local_rank, pid in sorted(pids.items()):
+            plan = stacks.plan(pid, os.environ)
+            if plan.facts:
+                self._output.say(f"rank {local_rank}, as the kernel sees it:\n{plan.facts}")
+            if plan.signal is not None:
+                os.kill(pid, plan.signal)  # not reaped yet, so still this worker
+            elif plan.command:
+                self._run_dumper(local_rank, plan)
+
+    def _run_dumper(self, local_rank: int, plan: stacks.DumpPlan) -> None:
+        name = f"stacks of rank {local_rank}"
+        out, err = self._output.open_helper(name)
+        try:
+            helper = os.posix_spawn(
+                plan.command[0],
+                plan.command,
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, err, 2)],
+                setsigmask=[],
+            )
+        except OSError as error:
+            self._output.say(f"{plan.command[0]} cannot be run: {error.strerror}")
+            self._output.helper_ended(name)
+            return
+        finally:
+            os.close(out)
+            os.close(err)
+        # It sits below this process like anything of the attempt: a sweep ends it if it takes too long.
+        self._watch_child(helper, lambda _: self._output.helper_ended(name))
 
     def start_failed(self, reason: str, code: int) -> None:
         """The workers could not be started."""
@@ -103,18 +132,18 @@ class FailureDesk:
         step = f"restarting all ranks, {effect.left} of {total} restarts left"
         if effect.free:
             step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
-        self._tell(step, 0)
+        self._tell(effect.left, 0)
 
     def flush(self, code: int) -> None:
         """The job ends with this code: tell what was not told yet."""
         reason = f"{self._reason}: " if self._reason else ""
         step = f"{reason}the job ends with exit code {code}"
         if self._pending:
-            self._tell(step, code)
+            self._tell(0, code)
         elif code:
             self._output.say(step)
 
-    def _tell(self, step: str, code: int) -> None:
+    def _tell(self, left: int, code: int) -> None:
         if not self._pending:
             return
         root, others = self._pending
@@ -124,13 +153,11 @@ class FailureDesk:
             started_at_s=self._began_s,
             attempt=self._attempt,
             max_restarts=self._config.max_restarts,
-            restarts_left=0,
+            restarts_left=left,
             restarting=code == 0,
             exit_code=code,
-            program=self._config.program.target,
             oom_kills=self._oom.killed_since(),
             shm=shm_figures(),
-            next_step=step,
         )
         self._output.say(report.render(root, others, about))
 

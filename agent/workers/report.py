@@ -56,7 +56,7 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None = None
     shm: ShmFigures | None = None
     next_step: str = ""
-    """Replaces the sentence about restarts, where something else decides."""
+    """Replaces the sentence about restarts where there is more to say (a budget that ran out, a port that was taken)."""
 
 
 def ending(status: int) -> str:
@@ -129,8 +129,6 @@ def hints(root: FailedRank, about: Circumstances) -> list[str]:
     """Sentences on what this kind of end usually means and what to do; each backed by something measured."""
     number = signal_of_wait_status(root.end.status)
     code = None if number is not None else from_wait_status(root.end.status)
-    if root.end.hung:
-        return []  # the signal is ours
     found = []
     if about.oom_kills and number == signal.SIGKILL and not root.end.signalled:
         limit = f" (memory limit {_size(about.memory_limit_bytes)})" if about.memory_limit_bytes else ""
@@ -140,12 +138,12 @@ def hints(root: FailedRank, about: Circumstances) -> list[str]:
             "give the job more memory, or use less (smaller batches, fewer DataLoader workers)"
         )
     elif number == signal.SIGKILL and not root.end.signalled:
-        known = "the cgroup's OOM counter did not rise; " if about.oom_kills == 0 else ""
-        found.append(f"{known}SIGKILL came from outside this launcher (a person, the scheduler, or the kernel: see dmesg)")
+        known = " and the cgroup's OOM counter did not rise" if about.oom_kills == 0 else ""
+        found.append(f"this launcher sent no SIGKILL{known}: look for a person, a scheduler, or the kernel's log (dmesg)")
     elif about.oom_kills:
         found.append("the kernel's OOM killer struck in this cgroup during this attempt: maybe a child process of this rank")
     if number == signal.SIGTERM and not root.end.signalled:
-        found.append("SIGTERM came from outside this launcher, which had sent none")
+        found.append("this launcher sent no SIGTERM: the program itself, a person or a scheduler did")
     if shm := _shm_hint(root, number, about.shm):
         found.append(shm)
     if number in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE) and not _faulted(root):
@@ -154,10 +152,13 @@ def hints(root: FailedRank, about: Circumstances) -> list[str]:
         found.append("an instruction this CPU does not have: a library built for another CPU model")
     if number == signal.SIGABRT and not exception_line(root):
         found.append("abort(): a failed check in native code (its message is in the output), or a watchdog that gave up waiting")
+    program = f" (the program is {about.program})" if about.program else ""
     if code == 127:
-        found.append("code 127: a command was not found")
+        found.append(f"by code 127 shells report that a command was not found{program}")
     if code == 126:
-        found.append("code 126: a command was found but is not executable")
+        found.append(f"by code 126 shells report that a command was found but cannot be executed{program}")
+    if code is not None and 128 < code <= 128 + 31:
+        found.append(f"by this code shells and some wrappers report that a child was killed by {signal_name(code - 128)}")
     if root.evidence.victim:
         found.append("its words say that a peer was lost, but no other rank here is to blame: look at the other nodes' reports")
     return found
@@ -183,7 +184,10 @@ def _others(root: FailedRank, others: Sequence[FailedRank]) -> list[str]:
 
 def _other(root: FailedRank, other: FailedRank) -> str:
     delay_s = other.end.at_s - root.end.at_s
-    when = f"{_seconds(delay_s)} later" if delay_s >= 0 else f"seen {_seconds(-delay_s)} earlier"
+    if abs(delay_s) < 0.05:
+        when = "at the same time"
+    else:
+        when = f"{_seconds(delay_s)} later" if delay_s > 0 else f"seen {_seconds(-delay_s)} earlier"
     line = f"rank {other.end.rank} {ending(other.end.status)}, {when}"
     if other.end.hung:
         return f"{line}: it was hung"
@@ -270,8 +274,7 @@ def _cut(line: str, most: int) -> str:
 
 
 def _first_line(text: str) -> str:
-    stripped = text.strip()
-    return stripped.splitlines()[0] if stripped else ""
+    return plain(text.strip().partition("\n")[0])
 
 
 def _seconds(duration_s: float) -> str:

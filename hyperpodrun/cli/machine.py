@@ -90,14 +90,3 @@ def check_log_dir(path: str, source: str, *, create: bool) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise MachineRefusal(f"{source}: log files cannot be written under {quoted(path)}: {reason}") from None
-
-
-def find_program(name: str, search: str) -> str | None:
-    """Path of an executable file as execvp(3) would find it in the folders of `search` (a PATH), else None."""
-    if not name or "\0" in name:
-        return None
-    for folder in [""] if "/" in name else search.split(os.pathsep):
-        path = f"{folder}/{name}" if folder else name if "/" in name else f"./{name}"
-        if os.path.isfile(path) and os.access(path, os.X_OK):
-            return path
-    return None

@@ -3,7 +3,6 @@
 `resolve` is the only maker of a `JobConfig`. It looks at the machine (processors, GPUs, limits, folders) but starts nothing.
 """
 
-import os
 import sys
 from collections.abc import Mapping
 from typing import cast
@@ -11,11 +10,12 @@ from typing import cast
 from hyperpodrun.agent.config import JobConfig, NumaBinding, StartMethod, Streams
 from hyperpodrun.agent.wire import names
 from hyperpodrun.agent.wire.launch import Program
+from hyperpodrun.agent.workers.command import NotExecutable
 from hyperpodrun.cli import machine, places
 from hyperpodrun.cli.kinds import NAME, BadValueError, Nodes, StreamChoice, boolean
 from hyperpodrun.cli.options import BY_NAME, OPTIONS
 from hyperpodrun.cli.parse import CommandLine, Settings
-from hyperpodrun.cli.program import program
+from hyperpodrun.cli.program import find_executable, program
 from hyperpodrun.cli.refusal import MachineRefusal, Refusal, quoted
 
 # Variable of the job's number, variable of a part of it that runs by itself (a step, an array's task).
@@ -30,8 +30,11 @@ SCHEDULERS = (
 )
 
 
-def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str]) -> JobConfig:
-    """The job that was asked for. Raises Refusal for contradictions (2) and for what this machine cannot do (78)."""
+def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str], chance_id: str) -> JobConfig:
+    """The job that was asked for; `chance_id` is its name when nobody gives one.
+
+    Raises Refusal for contradictions (2) and for what this machine cannot do (78).
+    """
     what = program(settings, line.script, environment)
     nodes = settings.get("nnodes", Nodes)
     _check_contradictions(settings, nodes)
@@ -55,7 +58,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         machine.check_log_dir(log_dir, settings.source("log-dir"), create=not settings.on("dry-run"))
     return JobConfig(
         program=what,
-        job_id=job_id(settings, environment)[0],
+        job_id=job_id(settings, environment, chance_id)[0],
         min_nodes=nodes.minimum,
         max_nodes=nodes.maximum,
         nproc_per_node=workers,
@@ -185,7 +188,7 @@ def _no_such_local_rank(settings: Settings, name: str, rank: int, workers: int) 
     )
 
 
-def job_id(settings: Settings, environment: Mapping[str, str]) -> tuple[str, str]:
+def job_id(settings: Settings, environment: Mapping[str, str], chance_id: str) -> tuple[str, str]:
     """(the job's id, where it came from)."""
     for name in ("job-id", "rdzv-id"):
         given = settings.find(name, str)
@@ -196,7 +199,7 @@ def job_id(settings: Settings, environment: Mapping[str, str]) -> tuple[str, str
         from_scheduler = _scheduler_job_id(environment)
         if from_scheduler:
             return from_scheduler
-    return os.urandom(6).hex(), "chance"
+    return chance_id, "chance"
 
 
 def _scheduler_job_id(environment: Mapping[str, str]) -> tuple[str, str] | None:
@@ -224,7 +227,7 @@ def _python(environment: Mapping[str, str]) -> str:
     name = environment.get(names.PYTHON_EXEC, "")
     if not name or name == sys.executable:
         return ""
-    path = machine.find_program(name, environment.get("PATH") or os.defpath)
-    if path is None:
-        raise MachineRefusal(f"{names.PYTHON_EXEC} names {quoted(name)}, which cannot be run; unset it, or name an interpreter")
-    return path
+    try:
+        return find_executable(name, environment)
+    except NotExecutable as error:
+        raise MachineRefusal(f"{names.PYTHON_EXEC}: {error}; unset it, or name an interpreter") from None
