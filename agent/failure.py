@@ -15,6 +15,7 @@ from hyperpodrun.agent.health.oom import OomWatch
 from hyperpodrun.agent.health.shm import shm_figures
 from hyperpodrun.agent.policy import blame
 from hyperpodrun.agent.policy import job as policy
+from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes
 from hyperpodrun.agent.workers import evidence, report, stacks
@@ -48,14 +49,16 @@ class FailureDesk:
         self._watch_child = watch_child
         self._oom = OomWatch()
         self._attempt = 0
+        self._first_rank = 0
         self._began_s = 0.0
         self._start_code: int | None = None
         self._pending: tuple[report.FailedRank, list[report.FailedRank]] | None = None
         self._reason = ""
 
-    def begin_attempt(self, attempt: int) -> None:
+    def begin_attempt(self, world: World) -> None:
         """A new attempt starts now."""
-        self._attempt = attempt
+        self._attempt = world.restart_count
+        self._first_rank = world.first_rank
         self._began_s = self._reactor.now_s()
         self._start_code = None
         self._oom.snapshot()
@@ -64,23 +67,23 @@ class FailureDesk:
         """Say at once what was seen, when others have to be stopped first: that may take as long as --shutdown-timeout."""
         if others and end.status is not None:
             many = f"the other {others} ranks" if others > 1 else "the other rank"
-            self._output.say(f"rank {end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node")
+            self._output.say(f"rank {self._first_rank + end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node")
 
     def dump_stacks(self, pids: dict[int, int], why: str) -> None:
         """Print where these ranks (local rank -> pid) are."""
-        named = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(pids.items()))
+        named = ", ".join(f"rank {self._first_rank + local_rank} (pid {pid})" for local_rank, pid in sorted(pids.items()))
         self._output.say(f"{named}: {why}; stacks follow")
         for local_rank, pid in sorted(pids.items()):
             plan = stacks.plan(pid, os.environ)
             if plan.facts:
-                self._output.say(f"rank {local_rank}, as the kernel sees it:\n{plan.facts}")
+                self._output.say(f"rank {self._first_rank + local_rank}, as the kernel sees it:\n{plan.facts}")
             if plan.signal is not None:
                 os.kill(pid, plan.signal)  # not reaped yet, so still this worker
             elif plan.command:
                 self._run_dumper(local_rank, plan)
 
     def _run_dumper(self, local_rank: int, plan: stacks.DumpPlan) -> None:
-        name = f"stacks of rank {local_rank}"
+        name = f"stacks of rank {self._first_rank + local_rank}"
         out, err = self._output.open_helper(name)
         try:
             helper = os.posix_spawn(
@@ -122,6 +125,14 @@ class FailureDesk:
         self._pending = root, [rank for rank in failed if rank is not root]
         # A hung rank that took our signal kindly ended with 0: that is no success.
         return Verdict(exit_codes.from_wait_status(culprit.status) or 1, "\n".join(root.tail.stderr))
+
+    def tell_unkillable(self, left: tuple[str, ...]) -> None:
+        """Name what SIGKILL did not end."""
+        if left:
+            self._output.say(
+                f"cannot be ended and stay behind: {', '.join(left)}. The kernel holds them (a dead network file system or device): "
+                "only its return or a reboot frees them"
+            )
 
     def tell_next(self, effect: policy.Restarting | policy.GivingUp) -> None:
         """What follows was decided: a restart is told now, the end when its code is known."""
@@ -168,7 +179,7 @@ class FailureDesk:
         tail = self._output.tail(local_rank)
         files = (self._output.log_path(local_rank, "stdout"), self._output.log_path(local_rank, "stderr"))
         return report.FailedRank(
-            end=blame.WorkerEnd(local_rank, local_rank, end.pid, status, end.at_s, end.signalled, end.hung),
+            end=blame.WorkerEnd(local_rank, self._first_rank + local_rank, end.pid, status, end.at_s, end.signalled, end.hung),
             evidence=evidence.gather(self._output.error_file(local_rank), tail, status),
             tail=tail,
             log_files=tuple(path for path in files if path),

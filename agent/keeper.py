@@ -75,13 +75,18 @@ class KeeperLink:
         self.remember(exit=code)
         if not self.alive():
             self.run_dir.remove()  # nobody else is left to do it
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                if stream is not None:
+                    stream.flush()
+            except OSError:
+                pass  # nobody reads it any more; the exit code still tells
         os._exit(code)  # the keeper's own clean-up handlers, copied by fork, must not run here
 
 
 def main(run_agent: Callable[[KeeperLink], int]) -> NoReturn:
     """Run `run_agent` in a child process until it ends on purpose; leave with its exit code."""
+    _open_standard_streams()
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup(1): stays so, here and in workers
     forwarded = {number for number in FORWARDED if not (number == signal.SIGHUP and ignored)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
@@ -213,6 +218,13 @@ class _Keeper:
                 return
             if pid == self.agent:
                 self.agent_status = status
+
+
+def _open_standard_streams() -> None:
+    """A standard stream that was closed at the start becomes /dev/null: else the next file opened would get its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def _say(text: str) -> None:

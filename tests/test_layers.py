@@ -27,7 +27,8 @@ AGENT_LAYERS = {
     "status": 5,
     "keeper": 6,
     "failure": 6,
-    "agent": 7,
+    "attempt": 7,
+    "agent": 8,
 }
 PURE = ("agent/policy", "agent/mesh", "agent/workers/group.py", "agent/workers/ladder.py", "agent/workers/lines.py")
 PURE_MAY_IMPORT = {"msgspec"}

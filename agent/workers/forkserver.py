@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
+
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes, launch
 from hyperpodrun.agent.workers.spawn import Gate, raised

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes, launch

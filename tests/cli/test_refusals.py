@@ -37,6 +37,7 @@ WRONG = [
     (["--local-ranks-filter", "0,5", "--nproc-per-node=2", "train.py"], ["--local-ranks-filter", "local rank 5"]),
     (["--node-rank", "1", "train.py"], ["--node-rank", "rank 1"]),
     (["--pre-train-args", "x", "train.py"], ["--pre-train-args", "--pre-train-script"]),
+    (["--pre-train-script", ".", "train.py"], ["--pre-train-script", "it is a directory"]),
     (["--post-train-args", "x", "train.py"], ["--post-train-args", "--post-train-script"]),
     (["--server-host", "0.0.0.0", "train.py"], ["--server-host", "'0.0.0.0'", SECRET_HINT]),
 ]  # fmt: skip
@@ -126,7 +127,12 @@ def test_several_nodes_come_with_a_later_release(launcher):
 
 
 def test_an_unusable_log_folder_is_the_machines_fault(launcher, tmp_path):
-    for path, reason in (("train.py", "not a directory"), ("train.py/logs", "Not a directory"), ("/proc/none/logs", "No such")):
+    for path, reason in (
+        ("train.py", "not a directory"),
+        ("train.py/logs", "Not a directory"),
+        ("/proc/none/logs", "No such"),
+        ("/proc", "No such"),
+    ):
         sentence = launcher.refusal("--log-dir", path, "train.py", code=78)
         assert f"--log-dir: log files cannot be written under '{path}'" in sentence and reason in sentence
     assert "PET_LOG_DIR" in launcher.refusal("train.py", PET_LOG_DIR="train.py", code=78)
@@ -148,6 +154,34 @@ def test_secrets_that_others_can_read_or_that_are_short_are_refused(launcher, tm
     assert "exclude" in launcher.refusal("--job-secret-file", str(secret), "--insecure-mesh", "train.py")
     secret.chmod(0o604)
     assert "every user" in launcher.refusal("--job-secret-file", str(secret), "train.py")
+
+
+def test_pipes_and_devices_are_no_secrets(launcher, tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        assert "no regular file" in launcher.refusal("--job-secret-file", path, "train.py")
+
+
+def test_numbers_beyond_all_bounds_are_just_bad_values(launcher):
+    for name in (
+        "max-restarts",
+        "nnodes",
+        "nproc-per-node",
+        "master-port",
+        "local-ranks-filter",
+        "redirects",
+        "shutdown-timeout",
+    ):
+        launcher.refusal(f"--{name}={'9' * 5000}", "train.py")
+    launcher.refusal(f"--redirects={'9' * 5000}:1", "train.py")
+
+
+def test_a_script_that_may_not_be_read_is_refused(launcher, monkeypatch):
+    def refuse(path, *more):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert "'train.py' cannot be opened: Permission denied" in launcher.refusal("train.py")
 
 
 def test_the_file_of_contact_points_is_read(launcher, tmp_path):

@@ -55,7 +55,7 @@ SHOW int nvmlDeviceGetPciInfo_v3(void *handle, struct pci *to)
 SHOW int nvmlDeviceGetMigMode(void *handle, unsigned *now, unsigned *next)
 {
     *now = *next = mig[board_of(handle)] >= 0;
-    return mig[board_of(handle)] < 0 ? 3 : 0; /* not supported */
+    return mig[board_of(handle)] < 0 && board_of(handle) ? 3 : 0; /* a plain board is able to but off if the first, else unable */
 }
 SHOW int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *count) { (void)handle; *count = 7; return 0; }
 SHOW int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **to)

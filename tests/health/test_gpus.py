@@ -35,6 +35,7 @@ VISIBLE = {
     "ends at a word": (PLAIN, "1,x,0", "1"),
     "ends at nothing": (PLAIN, "1,,0", "1"),
     "a trailing comma": (PLAIN, "1,2,", "1 2"),
+    "other alphabets' digits": (PLAIN, "\u0663", ""),
     "begins with nonsense": (PLAIN, "all", ""),
     "strtoul": (PLAIN, "1gpu,+2", "1 2"),
     "a number past any int": (PLAIN, "1," + "9" * 5000, "1"),

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
 from hyperpodrun.agent import family
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.reactor import Reactor

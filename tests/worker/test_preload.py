@@ -4,8 +4,8 @@ import ast
 import sys
 
 import pytest
-from hyperpodrun.agent.wire.launch import Program
 
+from hyperpodrun.agent.wire.launch import Program
 from hyperpodrun.worker import preload
 
 

@@ -3,10 +3,11 @@
 import sys
 
 import pytest
-from hyperpodrun.agent.wire.launch import Program
-from hyperpodrun.agent.workers import command
 from hypothesis import given
 from hypothesis import strategies as st
+
+from hyperpodrun.agent.wire.launch import Program
+from hyperpodrun.agent.workers import command
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The environment of a rank: torchrun's variables, our own, and nothing of an outer job's."""
 
 import pytest
+
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.wire import names
 from hyperpodrun.agent.wire.launch import Program

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import subprocess
 import sys
 import time
@@ -249,6 +250,18 @@ class TestConsole:
             job.reactor.turn(1.0)
         job.finish()
         assert os.read(read, 100_000) == b"".join(b"[default0]:%d\n" % i for i in range(50))
+
+    def test_one_pipe_for_both_knows_of_one_open_line(self, launch: Launch) -> None:
+        read, write = os.pipe()
+        job = launch(stdout_fd=write, stderr_fd=write)
+        job.fds += [read, write]
+        job.begin()
+        job.write(0, b"open")
+        job.until(lambda: select.select([read], [], [], 0)[0])
+        job.write(0, stderr=b"error\n")
+        job.reactor.turn(1.0)
+        job.finish()
+        assert os.read(read, 1000) == b"[default0]:open\n[default0]:error\n"
 
 
 class TestFiles:
