@@ -50,7 +50,9 @@ class Agent:
         self.base_env[names.FAMILY.encode()] = link.family.encode()
         self.output = Output(self.reactor, config, link.run_dir.path)
         self.cgroup = WorkerCgroup(link.family)
-        self.starter = WorkerStarter(self.reactor, config, self.base_env, self.watch_child, self.output.open_helper, self.output.say)
+        self.starter = WorkerStarter(
+            self.reactor, config, self.base_env, self.watch_child, self.output.open_helper, self.output.say
+        )
         self.sweeper = Sweeper(self.reactor, link.family, self.starter.helper_pids, self.reap, self.cgroup)
         self.script = Script(self.reactor, self.watch_child, config.python)
         self.status_files = StatusFiles(link.run_dir.path, os.environ.get(names.STATUS_FILE), self.output.say)
@@ -204,7 +206,9 @@ class Agent:
         """The pre- or post-train script."""
         config = self.config
         path, args = (
-            (config.pre_train_script, config.pre_train_args) if which == "pre" else (config.post_train_script, config.post_train_args)
+            (config.pre_train_script, config.pre_train_args)
+            if which == "pre"
+            else (config.post_train_script, config.post_train_args)
         )
         assert path is not None
         name = f"{which}-train"
@@ -257,7 +261,9 @@ class Agent:
                 restart_count=self.job.restart_count,
                 state=self.job.state.value,
                 world_size=world.world_size if world else 0,
-                workers=[WorkerStatus(first + local_rank, local_rank, pid) for local_rank, pid in sorted(self.attempt.pids.items())],
+                workers=[
+                    WorkerStatus(first + local_rank, local_rank, pid) for local_rank, pid in sorted(self.attempt.pids.items())
+                ],
                 started_at=self.started_at,
                 run_dir=self.link.run_dir.path,
                 command=[config.program.target, *config.program.args],

@@ -48,7 +48,7 @@ class FailureDesk:
         self._output = output
         self._watch_child = watch_child
         self._oom = OomWatch()
-        self._attempt = 0
+        self._restart_count = 0
         self._first_rank = 0
         self._began_s = 0.0
         self._start_code: int | None = None
@@ -57,7 +57,7 @@ class FailureDesk:
 
     def begin_attempt(self, world: World) -> None:
         """A new attempt starts now."""
-        self._attempt = world.restart_count
+        self._restart_count = world.restart_count
         self._first_rank = world.first_rank
         self._began_s = self._reactor.now_s()
         self._start_code = None
@@ -67,7 +67,9 @@ class FailureDesk:
         """Say at once what was seen, when others have to be stopped first: that may take as long as --shutdown-timeout."""
         if others and end.status is not None:
             many = f"the other {others} ranks" if others > 1 else "the other rank"
-            self._output.say(f"rank {self._first_rank + end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node")
+            self._output.say(
+                f"rank {self._first_rank + end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node"
+            )
 
     def dump_stacks(self, pids: dict[int, int], why: str) -> None:
         """Print where these ranks (local rank -> pid) are."""
@@ -143,18 +145,18 @@ class FailureDesk:
         step = f"restarting all ranks, {effect.left} of {total} restarts left"
         if effect.free:
             step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
-        self._tell(effect.left, 0)
+        self._tell(step)
 
     def flush(self, code: int) -> None:
         """The job ends with this code: tell what was not told yet."""
         reason = f"{self._reason}: " if self._reason else ""
         step = f"{reason}the job ends with exit code {code}"
         if self._pending:
-            self._tell(0, code)
+            self._tell(step)
         elif code:
             self._output.say(step)
 
-    def _tell(self, left: int, code: int) -> None:
+    def _tell(self, step: str) -> None:
         if not self._pending:
             return
         root, others = self._pending
@@ -162,13 +164,12 @@ class FailureDesk:
         about = report.Circumstances(
             host=self._node,
             started_at_s=self._began_s,
-            attempt=self._attempt,
-            max_restarts=self._config.max_restarts,
-            restarts_left=left,
-            restarting=code == 0,
-            exit_code=code,
+            restart_count=self._restart_count,
             oom_kills=self._oom.killed_since(),
+            memory_limit_bytes=self._oom.limit_bytes(),
             shm=shm_figures(),
+            program=self._config.program.target,
+            next_step=step,
         )
         self._output.say(report.render(root, others, about))
 
@@ -179,9 +180,10 @@ class FailureDesk:
         tail = self._output.tail(local_rank)
         files = (self._output.log_path(local_rank, "stdout"), self._output.log_path(local_rank, "stderr"))
         return report.FailedRank(
-            end=blame.WorkerEnd(local_rank, self._first_rank + local_rank, end.pid, status, end.at_s, end.signalled, end.hung),
+            end=blame.WorkerEnd(
+                local_rank, self._first_rank + local_rank, end.pid, status, end.at_s, bool(end.sent), end.hung, end.sent
+            ),
             evidence=evidence.gather(self._output.error_file(local_rank), tail, status),
             tail=tail,
             log_files=tuple(path for path in files if path),
         )
-

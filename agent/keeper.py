@@ -139,7 +139,9 @@ class _Keeper:
             memo = _read_memo(self.memo_fd)
             left = family.kill_all(os.getpid(), self.mark, CLEAR_LIMIT_S, self.reap)
             for process in left:
-                _say(f"process {process.pid} ({process.name}, state {process.state}) cannot be killed and stays: the kernel holds it")
+                _say(
+                    f"process {process.pid} ({process.name}, state {process.state}) cannot be killed and stays: the kernel holds it"
+                )
             if "exit" in memo:
                 return int(memo["exit"])
             if self.stopped_by is not None:
@@ -147,7 +149,11 @@ class _Keeper:
             self.deaths_s.append(time.monotonic())
             recent = [when_s for when_s in self.deaths_s if when_s > time.monotonic() - DEATHS_WINDOW_S]
             number = exit_codes.signal_of_wait_status(status)
-            how = f"was killed by {exit_codes.signal_name(number)}" if number else f"ended with code {exit_codes.from_wait_status(status)}"
+            how = (
+                f"was killed by {exit_codes.signal_name(number)}"
+                if number
+                else f"ended with code {exit_codes.from_wait_status(status)}"
+            )
             if len(recent) >= MAX_DEATHS:
                 _say(
                     f"the agent (pid {self.agent}) {how}: {len(recent)} deaths in {DEATHS_WINDOW_S:.0f} s, the job ends. "

@@ -24,7 +24,11 @@ sys.stdin.read()
 def parent() -> Iterator[tuple[int, int]]:
     """(pid, child's pid) of a small family marked "mark"."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, names.FAMILY: "mark"}
+        [sys.executable, "-c", PARENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, names.FAMILY: "mark"},
     )
     assert process.stdout and process.stdin
     child = int(process.stdout.readline())

@@ -96,7 +96,9 @@ def test_agent_modules_import_only_lower_layers(path: Path) -> None:
 def test_pure_cores_touch_no_clock_process_or_socket(path: Path) -> None:
     for name in imports(path):
         top = name.split(".")[0]
-        assert top not in {"os", "time", "socket", "subprocess", "threading", "random", "logging", "selectors", "asyncio"}, f"{path}: {name}"
+        assert top not in {"os", "time", "socket", "subprocess", "threading", "random", "logging", "selectors", "asyncio"}, (
+            f"{path}: {name}"
+        )
         known = top in sys.stdlib_module_names or top in PURE_MAY_IMPORT or top == "hyperpodrun"
         assert known, f"{path} imports {name}"
 

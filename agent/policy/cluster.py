@@ -24,8 +24,8 @@ from enum import Enum
 import msgspec
 
 from hyperpodrun.agent.policy import job
-from hyperpodrun.agent.wire import exit_codes
 from hyperpodrun.agent.policy.world import World
+from hyperpodrun.agent.wire import exit_codes
 
 
 class State(Enum):
@@ -108,7 +108,9 @@ class RunAttempt(msgspec.Struct, frozen=True):
     world: World
 
 
-Effect = TellFailed | TellFinished | TellGone | TellLeaving | RunAttempt | job.RunScript | job.EndScript | job.StopAttempt | job.End
+Effect = (
+    TellFailed | TellFinished | TellGone | TellLeaving | RunAttempt | job.RunScript | job.EndScript | job.StopAttempt | job.End
+)
 
 _IDLE = (State.WAITING, State.DONE, State.BROKEN)
 
@@ -157,7 +159,9 @@ class ClusterJob:
 
     def validate(self) -> None:
         """Raise AssertionError when an invariant does not hold."""
-        assert self.world is not None or self.state not in (State.PRE, State.TRAINING, State.DONE, State.BROKEN), "work without a world"
+        assert self.world is not None or self.state not in (State.PRE, State.TRAINING, State.DONE, State.BROKEN), (
+            "work without a world"
+        )
         assert not self._leaving_said or self.state in (*_IDLE, State.ENDED), "left with something running"
 
     def _start(self, world: World) -> list[Effect]:

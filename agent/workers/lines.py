@@ -20,7 +20,7 @@ import msgspec
 
 HELD_BYTES = 64 * 1024
 """A line longer than this is shown in pieces as it comes."""
-LAST_LINES = 50
+LAST_LINES = 400
 LAST_BYTES = 32 * 1024
 
 

@@ -2,7 +2,7 @@
 
 Pure: values in, plain text out (no colour, no time of day, nothing looked up), so that a report can be tested word for word.
 Order of the parts, each only where there is something to say: head line, hints, traceback, last lines of output, files, other
-ranks, stacks of hung ranks, next step. Everything a report claims has a source: an OOM kill is named only when the cgroup's
+ranks, next step. Everything a report claims has a source: an OOM kill is named only when the cgroup's
 counter rose, an exception only when it ended the process.
 """
 
@@ -32,31 +32,23 @@ class FailedRank(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence = Evidence()
     tail: Tail = Tail()
     log_files: tuple[str, ...] = ()
-    stacks: str = ""
-    """Stacks of a hung rank, taken before it was killed."""
 
 
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent knows beside the ranks.
 
-    `started_at_s`: monotonic time of this attempt's start. `attempt` counts from 0. `restarts_left` is counted after the
-    decision: with `restarting` it is what remains once this restart has been used. `exit_code` is the job's, when it ends.
-    `oom_kills` is by how much the cgroup's counter rose during the attempt (None: not known).
+    `started_at_s`: monotonic time of this attempt's start. `restart_count` is that of the attempt, 0 for the first. `next_step`
+    says what happens now. `oom_kills` is by how much the cgroup's counter rose during the attempt (None: not known).
     """
 
     host: str
     started_at_s: float
-    attempt: int
-    max_restarts: int
-    restarts_left: int
-    restarting: bool
-    exit_code: int
+    restart_count: int
+    next_step: str
     program: str = ""
     oom_kills: int | None = None
     memory_limit_bytes: int | None = None
     shm: ShmFigures | None = None
-    next_step: str = ""
-    """Replaces the sentence about restarts where there is more to say (a budget that ran out, a port that was taken)."""
 
 
 def ending(status: int) -> str:
@@ -77,8 +69,8 @@ def headline(root: FailedRank, about: Circumstances) -> str:
         what = f"was hung and had to be stopped ({ending(end.status)})"
     line = f"rank {end.rank} (local rank {end.local_rank}, pid {end.pid}) on {about.host} {what}"
     line += f", {_seconds(end.at_s - about.started_at_s)} after the start"
-    if about.max_restarts:
-        line += f" (attempt {about.attempt + 1} of at most {about.max_restarts + 1})"
+    if about.restart_count:
+        line += f" (restart {about.restart_count})"
     if cause := exception_line(root):
         line += f": {cause}" if _exception_is_certain(root) else f"; the last exception in its output is {cause}"
     return line
@@ -106,23 +98,8 @@ def render(root: FailedRank, others: Sequence[FailedRank], about: Circumstances)
     if root.log_files:
         lines += ["log files: " + ", ".join(root.log_files)]
     lines += _others(root, others)
-    for failed in sorted([root, *others], key=lambda failed: failed.end.rank):
-        if failed.stacks:
-            lines.append(f"stacks of rank {failed.end.rank} before it was stopped:")
-            lines += _indent(_lines(failed.stacks, 2 * TRACEBACK_LINES))
-    lines.append(next_step(about))
+    lines.append(about.next_step)
     return "\n".join(lines)
-
-
-def next_step(about: Circumstances) -> str:
-    """ "restarting, 2 of 3 restarts left" or "no restarts left, the job ends with exit code 5"."""
-    if about.next_step:
-        return about.next_step
-    if about.restarting:
-        return f"restarting, {about.restarts_left} of {about.max_restarts} restarts left"
-    if about.max_restarts and about.restarts_left <= 0:
-        return f"no restarts left, the job ends with exit code {about.exit_code}"
-    return f"the job ends with exit code {about.exit_code}"
 
 
 def hints(root: FailedRank, about: Circumstances) -> list[str]:

@@ -76,7 +76,7 @@ def check_log_dir(path: str, source: str, *, create: bool) -> None:
             raise NotADirectoryError(0, "it is not a directory")
         if create:
             os.makedirs(path, exist_ok=True)
-            probe = os.path.join(path, f".hyperpodrun-{os.getpid()}-{os.urandom(4).hex()}")  # noqa: PTH118
+            probe = os.path.join(path, f".hyperpodrun-{os.getpid()}-{os.urandom(4).hex()}")
             os.mkdir(probe)
             os.rmdir(probe)
             return

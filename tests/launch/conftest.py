@@ -119,7 +119,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     started: list[Launch] = []
     (tmp_path / "tmp").mkdir()
 
-    def start(*options: str, script: str = "", args: tuple[str, ...] = (), env: dict[str, str] | None = None, **popen: Any) -> Launch:
+    def start(
+        *options: str, script: str = "", args: tuple[str, ...] = (), env: dict[str, str] | None = None, **popen: Any
+    ) -> Launch:
         full = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "HYPERPODRUN_", "TORCHELASTIC_"))}
         full |= {"LAUNCH_MARK": f"launch-{uuid.uuid4().hex}", "TMPDIR": str(tmp_path / "tmp")} | (env or {})
         words = [sys.executable, "-m", "hyperpodrun", *options]

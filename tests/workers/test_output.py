@@ -358,6 +358,18 @@ class TestFiles:
         assert sorted(filtered.splitlines()) == [b"[default0]:loss 0", b"[default1]:loss 1"]
         assert job.log("attempt_0/filtered_stderr.log") == b"[default1]:ValueError\n"
 
+    @pytest.mark.parametrize(("tee", "ranks"), [((OUT, Streams()), [b"0"]), ((), [b"0", b"1"])])
+    def test_duplicate_filters_look_at_what_is_teed_or_else_at_all(
+        self, launch: Launch, tmp_path: Path, tee: tuple[Streams, ...], ranks: list[bytes]
+    ) -> None:
+        job = launch(log_dir=str(tmp_path / "logs"), tee=tee, duplicate_stdout_filters=("loss",))
+        job.begin()
+        for rank in (0, 1):
+            job.write(rank, b"loss %d\n" % rank)
+        job.finish()
+        filtered = job.log("attempt_0/filtered_stdout.log") or b""
+        assert sorted(line[-1:] for line in filtered.splitlines()) == ranks
+
     def test_a_full_disk_costs_the_file_and_nothing_else(self, launch: Launch, tmp_path: Path) -> None:
         job = launch(log_dir=str(tmp_path / "logs"), tee=(BOTH, BOTH))
         job.begin()
