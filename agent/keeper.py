@@ -182,7 +182,7 @@ class _Keeper:
                 os._exit(exit_codes.INTERNAL)
             link = KeeperLink(self.folder, self.mark, self.memo_fd, memo, len(self.deaths_s), self.mask)
             link.leave(self.run_agent(link))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it is, it must not unwind into the keeper's own code
             # A bug of ours: show it whole; the missing exit note makes the keeper start another agent.
             import traceback
 

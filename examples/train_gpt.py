@@ -311,7 +311,7 @@ def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)  # the same parameters on all ranks
     model = GPT(options.block, options.layers, options.width, options.dropout).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    backend = f"{WORLD_SIZE} ranks, {dist.get_backend()}" if DISTRIBUTED else "one process"
+    backend = f"{dist.get_backend()}, world size {WORLD_SIZE}" if DISTRIBUTED else "one process"
     size = sum(parameter.numel() for parameter in model.parameters())
     say(f"GPT with {size:,} parameters on {device.type} ({backend}), {len(training_text):,} bytes of text")
 
