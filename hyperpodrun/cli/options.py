@@ -317,7 +317,7 @@ OPTIONS: tuple[Option, ...] = (
         help="KEY=VALUE pairs; join_timeout=S is the longest wait for other nodes. Several of them add up.",
     ),
     Option(
-        name="monitor-interval", origin="torchrun", group=COMPATIBILITY, kind=kinds.seconds(),
+        name="monitor-interval", origin="torchrun", group=COMPATIBILITY, kind=kinds.seconds(zero="without a pause"),
         note="accepted and not needed: the agent is told of a worker's end at once and polls nothing",
         help="Taken, but nothing is polled: a worker's end is seen at once.",
     ),

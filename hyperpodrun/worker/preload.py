@@ -175,14 +175,17 @@ def load(imports: list[tuple[str, list[str]]]) -> None:
 
 
 def shadowed(first_on_path: str, ours: frozenset[str]) -> str:
-    """A module of the user's, next to the script, whose name is that of one we have already imported from elsewhere; or ""."""
+    """A module of the user's, next to the script, whose name is that of one we have already imported from elsewhere; or "".
+
+    Modules built into the interpreter come before the import path: nobody's file can take their place.
+    """
     try:
         names = os.listdir(first_on_path or ".")
     except OSError:
         return ""
     for name in sorted(names):
         stem = name.removesuffix(".py")
-        if stem in ours and (stem != name or os.path.exists(os.path.join(first_on_path, name, "__init__.py"))):
+        if stem in ours and stem not in sys.builtin_module_names and (stem != name or os.path.exists(os.path.join(first_on_path, name, "__init__.py"))):
             return os.path.join(first_on_path, name)
     return ""
 

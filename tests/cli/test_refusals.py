@@ -89,7 +89,7 @@ BAD_VALUES = {
     "pre-train-args": ["'open"],
     "post-train-script": ["none.sh"],
     "server-host": ["", "a b"],
-    "monitor-interval": ["0", "x"],
+    "monitor-interval": ["-1", "x"],
     "event-log-handler": [""],
     "rdzv-backend": [""],
 }
