@@ -51,6 +51,12 @@ class Bootstrap:
         """Every slot this agent knows by name but its own: those of the launch and all it ever had in a view."""
         return tuple(node for node in dict.fromkeys((*self._contacts, *self._ever)) if node != self._me)
 
+    def overheard(self, now: int, node: str) -> None:
+        """Somebody speaks to this slot as if it were in a view: there is one."""
+        self._settled_ns = now
+        if node not in self._hints:
+            self._hints = (*self._hints, node)[-4:]
+
     def knows_view(self, now: int) -> bool:
         """Somebody with a view was heard of lately."""
         return self._settled_ns is not None and now - self._settled_ns <= self._config.present_ns

@@ -426,9 +426,11 @@ class Node:
         view = self.view
         node = source[0]
         if view is None:
+            if brief.chain:
+                self.bootstrap.overheard(now, node)
             return []
         if brief.chain != view.chain:
-            return self._other_chain(now, brief) if brief.chain else []
+            return self._other_chain(now, node, brief) if brief.chain else []
         if brief.number == view.number:
             return self._raise(now, node, False, False) if self._lagging.pop(node, 0) == NEVER else []
         if brief.number > view.number:
@@ -446,11 +448,14 @@ class Node:
         self._told_ns[node] = now + self._config.resend_ns
         return [Send(node, Chain(self._history.after(number)))]
 
-    def _other_chain(self, now: int, theirs: Brief) -> list[Effect]:
+    def _other_chain(self, now: int, node: str, theirs: Brief) -> list[Effect]:
         """Two histories of one job met: somebody forgot (A10). The one whose world does not run gives way."""
         view = self.view
         if view is None or self._brief_now(now).live or view.mode == "closed":
-            return []
+            if now < self._told_ns.get(node, 0):
+                return []
+            self._told_ns[node] = now + self._config.resend_ns
+            return [Send(node, Ack(self._brief))]
         if theirs.live or (view.mode == "hold" and theirs.chain < view.chain):
             return self._rejoin(now, f"the job runs in another history ({theirs.chain})")
         return []

@@ -1,7 +1,7 @@
 """What must hold after every event, whatever goes wrong (MESH section 6). Sees everything, in true time.
 
-I1 one digest for a place in a chain. I2 a view's parent is the view before it. I3 never two whole worlds at once; who may write checkpoints
-shares the job with no worker of another world. I4 nothing is decided without a quorum that accepted it, on disk. I5 only
+I1 one digest for a place in a chain. I2 a view's parent is the view before it. I3 never two whole worlds at once; never two
+that may write checkpoints (frozen hosts do neither: permits end with the lease, and the first thing after a thaw is to look at it); the permit is given only when no worker of an older world, or of another history, runs anywhere. I4 nothing is decided without a quorum that accepted it, on disk. I5 only
 members vote, a promise never decreases over the life of a vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and
 the map is the one the oracle finds. I9 nobody who answered the roll call with fewer than L alerts is dropped.
 """
@@ -127,19 +127,21 @@ class Invariants:
             if counts.get(member.node, 0) < low and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
 
-    def works_changed(self) -> None:
+    def works_changed(self, granted: World_ | None = None) -> None:
         """Workers started, or a permit was given (I3)."""
         running: dict[World_, set[str]] = {}
         permits: set[World_] = set()
         for host in self._world.hosts.values():
-            if host.works is not None:
+            if host.works is not None and not host.frozen:
                 running.setdefault(host.works, set()).add(host.name)
                 if host.permit:
                     permits.add(host.works)
         whole = [w for w, nodes in running.items() if nodes.issuperset(self._order[w])]
         if len(whole) > 1:
             raise Violation(f"I3 two whole worlds run: {whole}")
-        for world in permits:
-            others = {w: sorted(nodes) for w, nodes in running.items() if w != world}
-            if others:
-                raise Violation(f"I3 {world} may write checkpoints while workers of {others} run")
+        if len(permits) > 1:
+            raise Violation(f"I3 two worlds may write checkpoints: {sorted(permits)}")
+        if granted is not None:
+            older = {w: sorted(nodes) for w, nodes in running.items() if w != granted and not (w[0] == granted[0] and w[1] > granted[1])}
+            if older:
+                raise Violation(f"I3 {granted} is given the permit while workers of {older} run")

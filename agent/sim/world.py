@@ -308,7 +308,7 @@ class World:
                 if host.works == (chain, generation):
                     host.permit = True
                     self.say(host.name, f"may write checkpoints of generation {generation}")
-                    self.invariants.works_changed()
+                    self.invariants.works_changed(host.works)
             case Connect(to):
                 self._connect(host, to)
             case End(code, reason, _):
