@@ -1,16 +1,18 @@
 """One decision: what follows a view (A1, A2, A4, A7). Single-decree Paxos among the members of that view.
 
-Theory: Lamport's synod. Phase 1 (roll call): a proposer picks a ballot above all it has seen; a voter that has promised nothing higher promises it and
-reports what it last accepted. With promises of a quorum the proposer must propose the accepted value of the highest ballot reported, and
-only if there is none may choose freely. Phase 2: it asks all to accept; what a quorum has accepted under one ballot is decided, for ever. Promises and
-acceptances are on disk before they are told. View 0 is decided the same way by slots (A10), parent "".
+Theory: Lamport's synod. Phase 1 (roll call): a proposer picks a ballot above all it has seen; a voter that has
+promised nothing higher promises it and reports what it last accepted. With promises of a quorum the proposer must
+propose the accepted value of the highest ballot reported, and only if there is none may choose freely. Phase 2: it
+asks all to accept; what a quorum has accepted under one ballot is decided, for ever. Promises and acceptances are on
+disk before they are told. View 0 is decided the same way by slots (A10), parent "".
 
-Both parts of an agent are here: the voter (promised, accepted) and the proposer. What is chosen freely, who is still waited for and what a quorum
-is, the composing node says (`Council`).
+Both parts of an agent are here: the voter (promised, accepted) and the proposer. What is chosen freely, who is still
+waited for and what a quorum is, the composing node says (`Council`).
 
 States of the proposer: idle, roll (phase 1 open), accept (phase 2 open).
-Invariants: `promised` never decreases within one view; accepted.ballot <= promised; a proposer never uses one ballot for two values; it has
-itself promised its ballot, on disk, before anyone hears of it, so a restarted agent never uses it again.
+Invariants: `promised` never decreases within one view; accepted.ballot <= promised; a proposer never uses one ballot
+for two values; it has itself promised its ballot, on disk, before anyone hears of it, so a restarted agent never uses
+it again.
 """
 
 import random

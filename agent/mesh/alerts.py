@@ -1,8 +1,8 @@
 """Who is accused by whom, and when that is enough (M4).
 
-Theory: Rapid's cut detection. Alerts about one member are counted by rings. Fewer than L is noise; L or more makes a suspect
-and asks for a roll call once no new alert has come for a while; H or more is beyond doubt. An observer that is itself suspect
-cannot be heard: its alert about somebody already accused is implied.
+Theory: Rapid's cut detection. Alerts about one member are counted by rings. Fewer than L is noise; L or more makes a
+suspect and asks for a roll call once no new alert has come for a while; H or more is beyond doubt. An observer that
+is itself suspect cannot be heard: its alert about somebody already accused is implied.
 
 States of a member: clear (< L), suspect (L..H-1), certain (>= H, with the time since when).
 Invariants: alerts of other views and of strangers count nothing; an alert never goes back to an older `seq`.

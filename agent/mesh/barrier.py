@@ -1,9 +1,9 @@
 """From a decided generation to running workers (A8): all stopped, then all started.
 
-Theory: a world may start only when no worker of an older one runs on any of its nodes. Each active node says READY to the node
-of rank 0 once its own are gone, again and again until it hears GO; the leader says GO once all are ready, and again to whoever
-repeats READY. If an earlier world might still run in full (a ghost: none of its nodes has stopped) and none of the ready nodes is of that world, GO waits
-until every lease of that world has run out.
+Theory: a world may start only when no worker of an older one runs on any of its nodes. Each active node says READY to
+the node of rank 0 once its own are gone, again and again until it hears GO; the leader says GO once all are ready,
+and again to whoever repeats READY. If an earlier world might still run in full (a ghost: none of its nodes has
+stopped) and none of the ready nodes is of that world, GO waits until every lease of that world has run out.
 
 States: idle, stopping (workers of older generations still here), ready (they are gone), gone (GO seen).
 Invariants: GO only after READY of every active member of exactly this chain and generation.

@@ -1,16 +1,17 @@
 """Without a view: finding the others, being taken in, or forming view 0 (A10).
 
-Theory. An agent without a view says Hello to contact points and whoever it hears of. Somebody who has a view takes it in. When nobody has one,
-view 0 is decided by slots: (a) min_nodes > M/2 and a closed roster: any group of min_nodes, for no two such groups are disjoint; (b) otherwise only a
-group with the first contact's agent.
+Theory. An agent without a view says Hello to contact points and whoever it hears of. Somebody who has a view takes it
+in. When nobody has one, view 0 is decided by slots: (a) min_nodes > M/2 and a closed roster: any group of min_nodes,
+for no two such groups are disjoint; (b) otherwise only a group with the first contact's agent.
 
-In (b) that agent may be one that forgot: its host was rebooted while the job went on without it. So before it forms a world every slot it knows of
-must have answered that it has no view either, or have *refused* a connection for `absent_ns`: no agent runs there, and a keeper would have restarted one
-by then. Silence proves nothing and forms nothing. With an open roster (only the contact point is known) it listens for `absent_ns`: members of a running
-job say Hello to slots they lost.
+In (b) that agent may be one that forgot: its host was rebooted while the job went on without it. So before it forms a
+world every slot it knows of must have answered that it has no view either, or have *refused* a connection for
+`absent_ns`: no agent runs there, and a keeper would have restarted one by then. Silence proves nothing and forms
+nothing. With an open roster (only the contact point is known) it listens for `absent_ns`: members of a running job
+say Hello to slots they lost.
 
-States: settled (has a view), joining (says Hello), held (its old workers are not gone yet, so it says nothing: a new incarnation's Hello means that
-nothing of the old one runs).
+States: settled (has a view), joining (says Hello), held (its old workers are not gone yet, so it says nothing: a new
+incarnation's Hello means that nothing of the old one runs).
 Invariant: an agent that heard of anybody's view within `present_ns` forms none.
 """
 

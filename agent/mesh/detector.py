@@ -1,11 +1,12 @@
 """Whether the peers one observes are there (M2, M3, M5).
 
-Theory: every node sends a heartbeat to its observers each interval. Silence of two intervals starts asking (probe and plain
-connect), of three accuses. The plain connect tells apart what silence hides: *refused*, its process is gone (loud: accused at once);
-*open*, its kernel answers but its process stands still (it gets `stalled_ns`); no answer, the host or the way to it is gone.
-A closed connection is asked about at once. After Lifeguard (Dadgar et al., 2018) a node that is itself starved doubts itself first: the score 0..7
-stretches all its patience; it grows when the node was late for its own heartbeat or had to refute an accusation, and sinks with each round in which
-everybody was heard. What was not listened to is no silence: a late round moves the times of hearing by as much as it was late.
+Theory: every node sends a heartbeat to its observers each interval. Silence of two intervals starts asking (probe and
+plain connect), of three accuses. The plain connect tells apart what silence hides: *refused*, its process is gone
+(loud: accused at once); *open*, its kernel answers but its process stands still (it gets `stalled_ns`); no answer,
+the host or the way to it is gone. A closed connection is asked about at once. After Lifeguard (Dadgar et al., 2018) a
+node that is itself starved doubts itself first: the score 0..7 stretches all its patience; it grows when the node was
+late for its own heartbeat or had to refute an accusation, and sinks with each round in which everybody was heard.
+What was not listened to is no silence: a late round moves the times of hearing by as much as it was late.
 
 States of a subject: heard, asked (silent for two intervals, or its connection closed), accused.
 Invariants: accusations are taken back when the subject is heard again; only subjects of the current view are accused.

@@ -1,14 +1,13 @@
 """What the cores ask the driver to do, and what the driver tells them: plain frozen values.
 
-Effects are carried out in the order given. `Persist` is done (on disk, renamed) before the next effect is looked at: the
-promises that rest on it come after it (A2). Each effect that people may ask about carries `cause`, an id that `Node.story`
-explains.
+Effects are carried out in the order given. `Persist` is done (on disk, renamed) before the next effect is looked at:
+the promises that rest on it come after it (A2). Each effect that people may ask about carries `cause`, an id that
+`Node.story` explains.
 """
 
 from typing import Literal
 
 import msgspec
-
 from hyperpodrun.agent.wire.mesh import Message, View, Vote
 
 

@@ -1,8 +1,9 @@
 """What heartbeats carry (M6): each item for a few rounds, the least told first.
 
-Theory: SWIM's piggybacked dissemination. On a K-regular expander an item told in R rounds to K neighbours each reaches all of N
-nodes in about log_K(N) rounds; R = 2 + ceil(log2(N + 1) / 2) also survives losses. Reports and alerts travel here *besides* the direct
-way to the first candidates: this is the way that works when those are the ones who died.
+Theory: SWIM's piggybacked dissemination. On a K-regular expander an item told in R rounds to K neighbours each
+reaches all of N nodes in about log_K(N) rounds; R = 2 + ceil(log2(N + 1) / 2) also survives losses. Reports and
+alerts travel here *besides* the direct way to the first candidates: this is the way that works when those are the
+ones who died.
 
 States of an item: queued (rounds left), told (forgotten here; the tables that hold it know that it is not news).
 Invariant: at most `most` items a heartbeat.

@@ -1,7 +1,8 @@
 """Decided views, in order: what to adopt next, and what to tell those who are behind (A7).
 
-Theory: the views of one chain are linked by their parents' digests, so a reader can check that nothing is missing. Somebody who is so far behind
-that nobody keeps the missing ones any more may jump: a decided view is decided whether or not its ancestors are known.
+Theory: the views of one chain are linked by their parents' digests, so a reader can check that nothing is missing.
+Somebody who is so far behind that nobody keeps the missing ones any more may jump: a decided view is decided whether
+or not its ancestors are known.
 
 States: none. Invariants: `views` are consecutive and linked.
 """

@@ -1,14 +1,16 @@
 """The right to run workers (A9): nobody trains on in a view that a quorum may have left.
 
-Theory. A lease is not a promise about the future but a fact about the past: "at time s no successor of a view with me in it had been
-decided". Whoever holds such an s may run until s + lease_ns, and whoever decides a view that drops somebody knows that all its workers are gone
-fence_ns later. Proof of the fact: a quorum of members was each seen, at s or later, not to have accepted a successor; a decision
-needs acceptance by a quorum before it; two quorums share a member; so the decision came after s.
+Theory. A lease is not a promise about the future but a fact about the past: "at time s no successor of a view with me
+in it had been decided". Whoever holds such an s may run until s + lease_ns, and whoever decides a view that drops
+somebody knows that all its workers are gone fence_ns later. Proof of the fact: a quorum of members was each seen, at
+s or later, not to have accepted a successor; a decision needs acceptance by a quorum before it; two quorums share a
+member; so the decision came after s.
 
-The three first candidates collect it. A member's beat echoes the newest stamp (candidate's clock) it saw from that candidate, which
-proves that the beat was sent after the stamp; a beat that says `open` (I accepted something undecided) proves nothing. The candidate answers with
-the age of its proof, and the member, which knows when it sent the beat, dates the proof on its own clock, on the safe side. No two clocks are compared; only
-their rates matter, over one lease.
+The three first candidates collect it. A member's beat echoes the newest stamp (candidate's clock) it saw from that
+candidate, which proves that the beat was sent after the stamp; a beat that says `open` (I accepted something
+undecided) proves nothing. The candidate answers with the age of its proof, and the member, which knows when it sent
+the beat, dates the proof on its own clock, on the safe side. No two clocks are compared; only their rates matter,
+over one lease.
 
 The proof does not lapse with a view change: a later view that has me in it was decided later still.
 
@@ -101,7 +103,7 @@ class Lease:
     def _prove(self, now: int, is_open: bool) -> None:
         """The latest s for which a quorum (I myself count as seen now, unless open) had accepted nothing."""
         view = self._view
-        if view is None or (self._computed_ns >= 0 and now - self._computed_ns < len(view.members) * MS // 10):
+        if view is None or (self._proof_ns is not None and now - self._computed_ns < len(view.members) * MS // 10):
             return
         self._computed_ns = now
         seen: list[tuple[int, str]] = [] if is_open else [(now, self._me)]

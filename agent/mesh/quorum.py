@@ -1,7 +1,8 @@
 """Who may decide (A1): a majority of a view's members, or exactly half of them with the tiebreak.
 
-Theory: two quorums of one view always share a member. Two majorities do; a half with the tiebreak and a majority do; two
-halves that both hold the tiebreak do. Taking quorums away (a spent tiebreak, `may_tiebreak=False`) keeps that true.
+Theory: two quorums of one view always share a member. Two majorities do; a half with the tiebreak and a majority do;
+two halves that both hold the tiebreak do. Taking quorums away (a spent tiebreak, `may_tiebreak=False`) keeps that
+true.
 
 View 0 has no members to ask (A10): `Genesis` decides it by slots.
 """

@@ -1,8 +1,9 @@
 """The rank map (A6): a pure function, so that it never has to be sent apart from the view.
 
-Theory: a world is a sequence of nodes; node i holds the ranks after those of nodes 0..i-1, so that ranks of one node are always
-consecutive. Whoever stays keeps its place. A hole goes to the node that left it if it is back, then to a stand-by of the same
-topology group, then to any; a hole nobody fills closes, if that leaves enough nodes. New places are added at the end.
+Theory: a world is a sequence of nodes; node i holds the ranks after those of nodes 0..i-1, so that ranks of one node
+are always consecutive. Whoever stays keeps its place. A hole goes to the node that left it if it is back, then to a
+stand-by of the same topology group, then to any; a hole nobody fills closes, if that leaves enough nodes. New places
+are added at the end.
 
 Invariants: no node twice; survivors keep their relative order, and their place as long as no hole before them closes.
 """

@@ -1,10 +1,12 @@
 """What the next view should take into account (M7): failures, ends, leavers, joiners.
 
-Theory: unlike an alert a report is a fact that only its subject can know, so one is enough. It travels to the first candidates directly and to all by gossip, and
-whoever made it repeats it until a view has dealt with it.
+Theory: unlike an alert a report is a fact that only its subject can know, so one is enough. It travels to the first
+candidates directly and to all by gossip, and whoever made it repeats it until a view has dealt with it.
 
-States of a report: pending, dealt with (its generation is over, its subject gone, its joiner taken in) and then forgotten.
-Invariants: nothing about generations other than the current one stays; a join not repeated for `join_fresh_ns` is forgotten.
+States of a report: pending, dealt with (its generation is over, its subject gone, its joiner taken in) and then
+forgotten.
+Invariants: nothing about generations other than the current one stays; a join not repeated for `join_fresh_ns` is
+forgotten.
 """
 
 from hyperpodrun.agent.mesh.config import MeshConfig

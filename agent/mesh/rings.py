@@ -1,7 +1,8 @@
 """Who watches whom (M1): K pseudo-random rings over the members, the same at everyone.
 
-Theory: Rapid's overlay (Suresh et al., 2018). In each ring a node is observed by its predecessor. A random K-regular graph is
-an expander: a set of failed nodes nearly always has healthy observers, and gossip along it reaches everyone in O(log N) steps.
+Theory: Rapid's overlay (Suresh et al., 2018). In each ring a node is observed by its predecessor. A random K-regular
+graph is an expander: a set of failed nodes nearly always has healthy observers, and gossip along it reaches everyone
+in O(log N) steps.
 
 States: none; a pure function of the member names.
 Invariants: each node has K observers and K subjects, counted with multiplicity; up to K + 1 members everyone observes
@@ -45,7 +46,7 @@ def rings(nodes: tuple[str, ...], most: int) -> Rings:
     observers: dict[str, dict[str, int]] = {node: {} for node in nodes}
     complete = len(nodes) <= most + 1
     for ring in range(k):
-        order = nodes if complete else tuple(sorted(nodes, key=lambda node: position(str(ring), node)))  # noqa: B023
+        order = nodes if complete else tuple(sorted(nodes, key=lambda node: position(str(ring), node)))
         shift = ring + 1 if complete else 1
         for index, node in enumerate(order):
             subject = order[(index + shift) % len(order)]

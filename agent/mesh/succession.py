@@ -1,20 +1,20 @@
 """From a view and a roll call to the next view (A5): a pure function.
 
-Theory: the roll call, not suspicion, says who is there. A member is dropped only when it leaves, when its slot has a new
-incarnation, when it is accused and does not answer, when its links fail one way for long, or when it cannot reach the
-restart barrier. One that is silent in the roll call without being accused stays: it may just be slow, and if it is dead its
-observers will say so.
+Theory: the roll call, not suspicion, says who is there. A member is dropped only when it leaves, when its slot has a
+new incarnation, when it is accused and does not answer, when its links fail one way for long, or when it cannot reach
+the restart barrier. One that is silent in the roll call without being accused stays: it may just be slow, and if it
+is dead its observers will say so.
 
-What may still run elsewhere is carried along. `fence`: members of earlier worlds that were dropped and of whose workers nobody knows that they are
-gone; until a lease has run out, or the slot says so itself, no checkpoint may be written. `ghosts`: earlier worlds of which *no* member is
-known to have stopped; until then a world that shares no node with one of them may not even start, or two whole worlds of one
-job would run.
+What may still run elsewhere is carried along. `fence`: members of earlier worlds that were dropped and of whose
+workers nobody knows that they are gone; until a lease has run out, or the slot says so itself, no checkpoint may be
+written. `ghosts`: earlier worlds of which *no* member is known to have stopped; until then a world that shares no
+node with one of them may not even start, or two whole worlds of one job would run.
 
-Invariants: the result passes `view.validate`; its parent is the digest given; generation grows exactly when the world restarts.
+Invariants: the result passes `view.validate`; its parent is the digest given; generation grows exactly when the world
+restarts.
 """
 
 import msgspec
-
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.ranks import assign
 from hyperpodrun.agent.wire.mesh import Member, Report, View
@@ -124,8 +124,7 @@ def _with_roles(members: tuple[Member, ...], order: tuple[str, ...]) -> tuple[Me
     """Active are exactly those with a place."""
     place = frozenset(order)
     return tuple(
-        msgspec.structs.replace(m, role="active" if m.node in place else "standby")
-        for m in sorted(members, key=lambda m: m.node)
+        msgspec.structs.replace(m, role="active" if m.node in place else "standby") for m in sorted(members, key=lambda m: m.node)
     )
 
 

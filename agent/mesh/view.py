@@ -2,14 +2,13 @@
 
 A view is a value (`wire.mesh.View`); its digest names it in messages, and its successor holds that digest as `parent`.
 
-Invariants (`validate`): members sorted by node and unique; `order` of a running view is exactly its active members, each once;
-a running world has at least one node; the tiebreak is a member.
+Invariants (`validate`): members sorted by node and unique; `order` of a running view is exactly its active members,
+each once; a running world has at least one node; the tiebreak is a member.
 """
 
 from hashlib import blake2b
 
 import msgspec
-
 from hyperpodrun.agent.mesh.rings import position
 from hyperpodrun.agent.wire.mesh import Brief, Member, View
 

@@ -1,11 +1,12 @@
 """This node's workers as the mesh sees them: started by GO, stopped by a decision or by the fence (A8, A9).
 
-Theory: workers run only between GO of their generation and the moment another generation is adopted or the lease runs out. Suspicion never stops
-them. The permit to write checkpoints comes with GO, or, when a member of an earlier world was lost and may still run (`view.fence`), once every
-lease of that world has run out.
+Theory: workers run only between GO of their generation and the moment another generation is adopted or the lease runs
+out. Suspicion never stops them. The permit to write checkpoints comes with GO, or, when a member of an earlier world
+was lost and may still run (`view.fence`), once every lease of that world has run out.
 
 States: none, running, stopping (until the driver says that they are gone).
-Invariants: at most one generation is here at a time; never started without a valid lease; no permit without running workers.
+Invariants: at most one generation is here at a time; never started without a valid lease; no permit without running
+workers.
 """
 
 from typing import Literal

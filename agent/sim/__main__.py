@@ -1,6 +1,8 @@
-"""`python -m hyperpodrun.agent.sim --seeds A:B --nodes 3:16`: run a slice of seeds, print their count and one digest over all.
+"""`python -m hyperpodrun.agent.sim --seeds A:B --nodes 3:16`: run a slice of seeds, print their count and one digest
+over all.
 
-Exit code 1 when an invariant is broken: prints seed, invariant and schedule. `--trace` prints the whole run of one seed.
+Exit code 1 when an invariant is broken: prints seed, invariant and schedule. `--trace` prints the whole run of one
+seed.
 """
 
 import argparse
@@ -9,7 +11,6 @@ import time
 from hashlib import blake2b
 
 import msgspec
-
 from hyperpodrun.agent.sim.faults import Schedule, random_schedule
 from hyperpodrun.agent.sim.judge import complaint
 from hyperpodrun.agent.sim.world import World
@@ -55,12 +56,14 @@ def main() -> int:
         count += 1
         if wrong is not None:
             failed += 1
-            print(f"seed {seed}: {wrong}")
+            print(f"seed {seed}: {wrong}", flush=True)
             if not asked.go_on:
                 print(msgspec.json.encode(schedule).decode())
                 break
     took = time.monotonic() - began
-    print(f"{count} seeds, {failed} failed, digest {total.hexdigest()}, {took:.1f} s, {1000 * took / max(1, count):.0f} ms a seed")
+    print(
+        f"{count} seeds, {failed} failed, digest {total.hexdigest()}, {took:.1f} s, {1000 * took / max(1, count):.0f} ms a seed"
+    )
     return 1 if failed else 0
 
 

@@ -21,7 +21,6 @@ import random
 from typing import Literal
 
 import msgspec
-
 from hyperpodrun.agent.mesh.config import MeshConfig
 
 Kind = Literal[
@@ -39,6 +38,10 @@ class Fault(msgspec.Struct, frozen=True):
     value: int = 0
 
 
+LEAVING_MS = 7000
+"""Longest time from being asked to leave to being gone; only then a slot may come back."""
+
+
 class Schedule(msgspec.Struct, frozen=True):
     """One run: which job, who is there from the start and when each starts, what goes wrong."""
 
@@ -47,11 +50,10 @@ class Schedule(msgspec.Struct, frozen=True):
     starts_ms: tuple[tuple[str, int], ...]
     faults: tuple[Fault, ...]
     end_ms: int
-    lossless: bool = True
 
     def healed_ms(self) -> int:
         """From then on nothing more goes wrong."""
-        ends = [f.at_ms + f.for_ms for f in self.faults]
+        ends = [f.at_ms + f.for_ms + (LEAVING_MS if f.kind == "leave" and f.for_ms else 0) for f in self.faults]
         return max([*(at for _, at in self.starts_ms), *ends])
 
 
@@ -130,6 +132,6 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
         else:
             faults.append(Fault(at, kind, (who,), span if kind == "isolate" else 0))
         at += rng.choice((0, 50, 300, 1000, 4000))
-    end = max([at, *(f.at_ms + f.for_ms for f in faults), *(ms for _, ms in starts)])
-    tail = 2000 + (config.fence_ns // 1_000_000 if rng.random() < 0.3 else 4000)
-    return Schedule(seed, config, tuple(starts), tuple(faults), end + tail)
+    tail = 6000 + (config.fence_ns // 1_000_000 + 1000 if rng.random() < 0.3 else 0)
+    plan = Schedule(seed, config, tuple(starts), tuple(faults), 0)
+    return msgspec.structs.replace(plan, end_ms=max(at, plan.healed_ms()) + tail)

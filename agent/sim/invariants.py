@@ -1,9 +1,11 @@
 """What must hold after every event, whatever goes wrong (MESH section 6). Sees everything, in true time.
 
-I1 one digest for a place in a chain. I2 a view's parent is the view before it. I3 never two whole worlds at once; never two
-that may write checkpoints (frozen hosts do neither: permits end with the lease, and the first thing after a thaw is to look at it); the permit is given only when no worker of an older world, or of another history, runs anywhere. I4 nothing is decided without a quorum that accepted it, on disk. I5 only
-members vote, a promise never decreases over the life of a vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and
-the map is the one the oracle finds. I9 nobody who answered the roll call with fewer than L alerts is dropped.
+I1 one digest for a place in a chain. I2 a view's parent is the view before it. I3 never two whole worlds at once;
+never two that may write checkpoints (frozen hosts do neither: permits end with the lease, and the first thing after a
+thaw is to look at it); the permit is given only when no worker of an older world, or of another history, runs
+anywhere. I4 nothing is decided without a quorum that accepted it, on disk. I5 only members vote, a promise never
+decreases over the life of a vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and the map is the one
+the oracle finds. I9 nobody who answered the roll call with fewer than L alerts is dropped.
 """
 
 from __future__ import annotations
@@ -142,6 +144,10 @@ class Invariants:
         if len(permits) > 1:
             raise Violation(f"I3 two worlds may write checkpoints: {sorted(permits)}")
         if granted is not None:
-            older = {w: sorted(nodes) for w, nodes in running.items() if w != granted and not (w[0] == granted[0] and w[1] > granted[1])}
+            older = {
+                w: sorted(nodes)
+                for w, nodes in running.items()
+                if w != granted and not (w[0] == granted[0] and w[1] > granted[1])
+            }
             if older:
                 raise Violation(f"I3 {granted} is given the permit while workers of {older} run")

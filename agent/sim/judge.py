@@ -1,7 +1,8 @@
 """Liveness (I7, I8): once nothing goes wrong any more and a quorum can talk, the job must get on.
 
-Looked at after the run, when `calm_ms` have passed since the last fault was over. What is asked depends on what is left: if no quorum of the newest view
-is alive with its vote files, the mesh must *not* get on, and safety is all there is to check.
+Looked at after the run, when `calm_ms` have passed since the last fault was over. What is asked depends on what is
+left: if no quorum of the newest view is alive with its vote files, the mesh must *not* get on, and safety is all
+there is to check.
 """
 
 from hyperpodrun.agent.sim import oracle

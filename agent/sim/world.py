@@ -1,8 +1,9 @@
 """Hosts, links and clocks in virtual time around the mesh's pure cores.
 
-Theory: a heap of (time, sequence, event); true time is integer nanoseconds, each host's own clock runs at its own rate from its own origin.
-Everything random comes from one generator a purpose, seeded by the schedule. Messages cross a link with its latency, or are lost. A host handles one
-message at a time, each for `cost_ns`; while it is frozen they queue. Vote files survive a crash of the agent and not the host's.
+Theory: a heap of (time, sequence, event); true time is integer nanoseconds, each host's own clock runs at its own
+rate from its own origin. Everything random comes from one generator a purpose, seeded by the schedule. Messages cross
+a link with its latency, or are lost. A host handles one message at a time, each for `cost_ns`; while it is frozen
+they queue. Vote files survive a crash of the agent and not the host's.
 
 States of a host: dark (no power), empty (power, no agent), up, frozen.
 Invariants: those of `invariants`, after every event; the trace digest of a schedule is always the same.
@@ -24,8 +25,8 @@ from hyperpodrun.agent.mesh.effects import (
     Effects,
     End,
     Event,
-    LeaveAsked,
     Lease,
+    LeaveAsked,
     Permit,
     Persist,
     RestartAsked,
@@ -36,8 +37,9 @@ from hyperpodrun.agent.mesh.effects import (
     WorkersFinished,
     WorkersGone,
 )
-from hyperpodrun.agent.mesh.node import NEVER, Node
-from hyperpodrun.agent.sim.faults import Fault, Schedule
+from hyperpodrun.agent.mesh.inbox import NEVER
+from hyperpodrun.agent.mesh.node import Node
+from hyperpodrun.agent.sim.faults import LEAVING_MS, Fault, Schedule
 from hyperpodrun.agent.sim.invariants import Invariants, Violation, World_
 from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Member, Message, Promise, Source, Vote
 
@@ -81,7 +83,11 @@ class World:
     """Runs one schedule. `trace`: called with (now, host, text) for everything but heartbeats, for people."""
 
     def __init__(
-        self, schedule: Schedule, trace: Callable[[int, str, str], None] | None = None, cost_ns: int = 20_000, validate: bool = True
+        self,
+        schedule: Schedule,
+        trace: Callable[[int, str, str], None] | None = None,
+        cost_ns: int = 20_000,
+        validate: bool = True,
     ) -> None:
         self.schedule = schedule
         self.config = schedule.config
@@ -461,7 +467,7 @@ class World:
         for name in fault.nodes:
             self.tell(self.hosts[name], LeaveAsked())
             if fault.for_ms:
-                self._push(self.now + fault.for_ms * MS + 7 * S, 12, (self.hosts[name],))
+                self._push(self.now + (fault.for_ms + LEAVING_MS) * MS, 12, (self.hosts[name],))
 
     def _on_return(self, host: Host) -> None:
         if host.ended is not None and host.node is None:

@@ -1,11 +1,11 @@
 """What agents say to each other, and the values they agree on.
 
-Values: `Member`, `View`, `Ballot`, `Vote`. Messages: one struct each, tagged, MessagePack. Everything is immutable; a decoder
-for `Message` checks every type. Times on the wire are nanoseconds of the *sender's* clock and only ever echoed back to it:
-no two clocks are compared.
+Values: `Member`, `View`, `Ballot`, `Vote`. Messages: one struct each, tagged, MessagePack. Everything is immutable; a
+decoder for `Message` checks every type. Times on the wire are nanoseconds of the *sender's* clock and only ever
+echoed back to it: no two clocks are compared.
 
-A node is one slot of the job; an incarnation is one life of that slot's vote file (MESH A2). A message's source, which the
-transport vouches for, is the pair of both.
+A node is one slot of the job; an incarnation is one life of that slot's vote file (MESH A2). A message's source,
+which the transport vouches for, is the pair of both.
 """
 
 from typing import Literal
@@ -80,9 +80,7 @@ class Accepted(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Vote(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The vote file (A2): who I am, the view I am in, what I promised and accepted for the next one.
-
-    """
+    """The vote file (A2): who I am, the view I am in, what I promised and accepted for the next one."""
 
     incarnation: int
     view: View | None
