@@ -49,7 +49,7 @@ def bind(inbox: Socket, hosts: Sequence[str], first_port: int, span: int) -> tup
         raise BindError("no free port was found for the mesh")
     ports = f"port {first_port} is" if span == 1 else f"ports {first_port} to {first_port + span - 1} are all"
     raise BindError(
-        f"{ports} in use on this host (by another job?): give this job another --mesh-port, or 0 for any free one on a single host"
+        f"{ports} in use on this host (by another job?): give this job another --mesh-port (0, on a single host: any free one)"
     )
 
 
@@ -67,7 +67,7 @@ def _bind_all(inbox: Socket, hosts: Sequence[str], port: int) -> tuple[int, tupl
             if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV) and len(hosts) > 1:
                 continue
             raise BindError(_reason(host, port, error)) from None
-        bound.append(inbox.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())  # type: ignore[attr-defined]
+        bound.append(bytes(inbox.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode())  # type: ignore[arg-type]
         port = int(bound[-1].rpartition(":")[2])
     if not bound:
         raise BindError(f"none of the addresses {', '.join(hosts)} exists on this host")

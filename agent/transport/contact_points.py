@@ -80,7 +80,7 @@ def parse_contact(text: str, environ: Mapping[str, str], read_file: Callable[[st
 
 
 def parse_endpoint(text: str) -> Listed:
-    """`--rdzv-endpoint` and `--master-addr` as contact points: nothing for an empty text or for port 0 ("any"). Raises BadAddressError."""
+    """`--rdzv-endpoint` and `--master-addr`: nothing for an empty text or for port 0 ("any"). Raises BadAddressError."""
     if not text:
         return Listed(())
     address = parse_address(text, smallest_port=0)
@@ -180,7 +180,8 @@ class ContactPoints:
         except OSError as error:
             os.close(read)
             self._say(
-                f"Slurm's node list {hosts[:200]!r} cannot be read ({why}), and scontrol cannot be run ({error.strerror}): name the nodes with --peers"
+                f"Slurm's node list {hosts[:200]!r} cannot be read ({why}), and scontrol cannot be run ({error.strerror}): "
+                "name the nodes with --peers"
             )
             return
         finally:
@@ -204,7 +205,8 @@ class ContactPoints:
                 self._found(index, self._slurm_addresses(found))
             elif self._open:
                 self._say(
-                    f"scontrol did not expand Slurm's node list {hosts[:200]!r} (wait status {status}): name the nodes with --peers"
+                    f"scontrol did not expand Slurm's node list {hosts[:200]!r} (wait status {status}): "
+                    "name the nodes with --peers"
                 )
 
         limit = self._reactor.call_later(SCONTROL_LIMIT_S, lambda: os.kill(pid, 9))

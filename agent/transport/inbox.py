@@ -8,7 +8,8 @@ With a secret: CURVE server, and a ZAP check of the client key as second wall. H
 socket's monitor; one I/O thread emits "failed" and "disconnected" of a connection one after the other, which is how the
 failure finds its address.
 
-Invariants: nothing that arrives here raises; memory is bounded by `MOST_NODES` x `LINKS_A_NODE`, the high-water marks and the largest message.
+Invariants: nothing that arrives here raises; memory is bounded by `MOST_NODES` x `LINKS_A_NODE`, the high-water marks and the
+largest message.
 """
 
 from collections.abc import Callable
@@ -141,7 +142,7 @@ class Inbox:
             self._refuse(routing_id, "job")
             self._complaints.about(
                 f"job {host}",
-                f"an agent at {host} that belongs to a job with another id talks to port {self.port} of this one: it was refused. "
+                f"an agent at {host} of a job with another id talks to port {self.port} of this one: it was refused. "
                 "If it should belong here give both the same --job-id, else give one job another --mesh-port",
             )
         elif fault or (hello := frames.decode_hello(frame)) is None:
@@ -227,7 +228,7 @@ class Inbox:
         elif event == zmq.EVENT_ACCEPT_FAILED:
             self._complaints.about(
                 "accept",
-                f"port {self.port} cannot take another connection: this process has no descriptors left. Raise the limit (ulimit -n)",
+                f"port {self.port} cannot take another connection: this process has no descriptors left; raise ulimit -n",
             )
 
     def _handshake_failed(self, host: str, failure: int, detail: int) -> None:

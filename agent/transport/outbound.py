@@ -10,8 +10,8 @@ ourselves. Each attempt has a socket of its own; closing it also drops what was 
     up          welcomed: this is the right agent of the right job
     closed      forgotten
 
-A round tries every address once, the one that worked last first. Rounds are `FIRST_WAIT_S`..`LONGEST_WAIT_S` apart, doubling, with
-jitter; the longest wait grows with the number of peers that are away, so that their attempts stay below about 50 a second.
+A round tries every address once, the one that worked last first. Rounds are `FIRST_WAIT_S`..`LONGEST_WAIT_S` apart, doubling,
+with jitter; the longest wait grows with the number of peers that are away, so that their attempts stay below about 50 a second.
 Messages sent while not up are kept for `KEPT_S` at most, the newest `KEPT`, so that a first word needs no second try.
 Invariants: at most one socket; `on_lost` only after `on_up`, once each.
 """

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from hyperpodrun.agent.reactor import Reactor
-from hyperpodrun.agent.transport import frames, keys
+from hyperpodrun.agent.transport import keys
 from hyperpodrun.agent.transport.addresses import Address, is_loopback
 from hyperpodrun.agent.transport.binding import EVERYWHERE, bind, hosts_to_bind
 from hyperpodrun.agent.transport.complaints import Complaints
@@ -65,8 +65,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
 class Transport:
     """See the module. Callbacks run on the loop.
 
-    `on_message(source, payload, link)`; `on_lost(identity)`: its connection closed; `on_found(address, identity)`: who answers at a
-    contact point, None when it is this agent itself; `admit(identity, greeting)`: a sentence refuses a peer, who is told;
+    `on_message(source, payload, link)`; `on_lost(identity)`: its connection closed; `on_found(address, identity)`: who answers
+    at a contact point, None when it is this agent itself; `admit(identity, greeting)`: a sentence refuses a peer, who is told;
     `say`: one line for the user. Raises BindError, ValueError for a bad secret, NotImplementedError for a pyzmq without CURVE.
     """
 
@@ -203,7 +203,7 @@ class Transport:
     def probe(self, node: str, callback: Callable[[Outcome], None], timeout_s: float = 1.0) -> None:
         """A plain TCP connect to where this node was last reached (M2). "unreachable" where that is not known."""
         peer = self._peers.get(node)
-        places = [peer.place] if peer and peer.place else [a for a in self._book.get(node, ())]
+        places = [peer.place] if peer and peer.place else list(self._book.get(node, ()))
         if not places or places[0] is None or places[0].port is None:
             self._reactor.call_later(0, lambda: callback("unreachable"))
             return

@@ -46,7 +46,7 @@ class Source:
 
     def __init__(self, reactor: Reactor, socket: Socket, read_one: Callable[[], bool]) -> None:
         self._reactor = reactor
-        self._fd = int(socket.getsockopt(zmq.FD))  # type: ignore[call-overload]
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._read_one = read_one
         self._open = True
         self._again = False
