@@ -67,7 +67,7 @@ def _bind_all(inbox: Socket, hosts: Sequence[str], port: int) -> tuple[int, tupl
             if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENODEV) and len(hosts) > 1:
                 continue
             raise BindError(_reason(host, port, error)) from None
-        bound.append(bytes(inbox.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode())  # type: ignore[arg-type]
+        bound.append(bytes(inbox.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode())
         port = int(bound[-1].rpartition(":")[2])
     if not bound:
         raise BindError(f"none of the addresses {', '.join(hosts)} exists on this host")

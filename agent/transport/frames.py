@@ -36,7 +36,7 @@ class Identity(msgspec.Struct, frozen=True, order=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """Who dials. `session`: 8 random bytes of this process; `want`: the node expected here ("": any); `greeting`: for the mesh to judge."""
+    """Who dials. `session`: 8 random bytes a process; `want`: the node expected here ("": any); `greeting`: for the mesh."""
 
     node: str
     incarnation: int

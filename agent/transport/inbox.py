@@ -28,6 +28,7 @@ from hyperpodrun.agent.transport.zsocket import HANDSHAKE_FAILED, NOBLOCK, Monit
 
 LINKS_A_NODE = 16
 MOST_NODES = 8192
+NAMELESS_S = 10.0
 _ZAP_DOMAIN = b"hyperpodrun"
 
 
@@ -70,6 +71,8 @@ class Inbox:
         self._links: dict[bytes, Link] = {}
         self._by_node: dict[str, list[bytes]] = {}
         self._accepted: dict[int, str] = {}
+        self._fresh: set[int] = set()
+        self._nameless_s: dict[str, float] = {}
         self._failed: tuple[int, int] | None = None
         self.port = 0
         self.socket = new_socket(context, zmq.ROUTER, settings)
@@ -80,7 +83,8 @@ class Inbox:
         if keys is not None:
             self._lock(reactor, context, keys)
         events = int(zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED) | HANDSHAKE_FAILED
-        self._monitor = Monitor(reactor, self.socket, events, self._monitored)
+        self._now_s = reactor.now_s
+        self._monitor = Monitor(reactor, self.socket, events, self._monitored, self._look_at_accepted)
         self._source = Source(reactor, self.socket, self._read_one)
 
     def close(self) -> None:
@@ -217,10 +221,11 @@ class Inbox:
 
     def _monitored(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._accepted[value] = peer_of(value)
+            self._fresh.add(value)
         elif event & HANDSHAKE_FAILED:
             self._failed = (event, value)
         elif event == zmq.EVENT_DISCONNECTED:
+            self._fresh.discard(value)
             host = self._accepted.pop(value, "?")
             if self._failed:
                 (failure, detail), self._failed = self._failed, None
@@ -230,6 +235,12 @@ class Inbox:
                 "accept",
                 f"port {self.port} cannot take another connection: this process has no descriptors left; raise ulimit -n",
             )
+
+    def _look_at_accepted(self) -> None:
+        """Only now: a descriptor that was closed since may already belong to somebody else."""
+        for fd in self._fresh:
+            self._accepted[fd] = peer_of(fd)
+        self._fresh.clear()
 
     def _handshake_failed(self, host: str, failure: int, detail: int) -> None:
         self._counters["handshakes_failed"] += 1
@@ -242,9 +253,14 @@ class Inbox:
             meaning = "it has another job secret or belongs to a job with another id"
         else:
             meaning = "it is no agent of this job"
+        if host == "?":  # it was gone before we looked; it will try again, and we shall be quicker
+            first_s = self._nameless_s.setdefault(meaning, self._now_s())
+            if self._now_s() - first_s < NAMELESS_S:
+                return
+        self._nameless_s.pop(meaning, None)
         self._complaints.about(
             f"handshake {host}",
-            f"a peer at {host} failed the handshake at port {self.port}: {meaning}. It was refused; "
+            f"a peer at {'an address that was not seen' if host == '?' else host} failed the handshake at port {self.port}: {meaning}. It was refused; "
             "give all nodes of the job the same --job-secret-file and --job-id",
         )
 

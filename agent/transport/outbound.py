@@ -38,6 +38,7 @@ REFUSED_WAIT_S = 5.0
 CONNECT_S = 1.5
 ANSWER_S = 4.0
 STEADY_S = 1.0
+HUNG_UP_OFTEN = 4
 KEPT = 128
 KEPT_BYTES = 1 << 20
 KEPT_S = 2.0
@@ -111,6 +112,7 @@ class Outbound:
         self._asked = 0
         self._failures = 0
         self._refused = False
+        self._hung_up = 0
         self._up_s = 0.0
         self._kept: deque[tuple[float, bytes]] = deque()
         self._kept_bytes = 0
@@ -317,6 +319,7 @@ class Outbound:
         self.session = answer.session
         self._good = self.place
         self._refused = False
+        self._hung_up = 0
         self._cancel_timer()
         if self._source:
             self._source.close()  # nothing else ever comes back
@@ -352,9 +355,12 @@ class Outbound:
         if self.state != "dialing":
             return
         if failure == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            if not encrypted:
-                return  # it went away, or it is no agent: nothing that lasts
-            meaning = "it has another job secret, belongs to a job with another id, or is no agent"
+            # It hung up without a word. A process that just ends does that too, but not again and again.
+            self._hung_up += 1
+            if self._hung_up < HUNG_UP_OFTEN and not encrypted:
+                return
+            meaning = "it has another job secret or none, belongs to a job with another id" if encrypted else "it has a job secret"
+            meaning += ", or is no agent"
         elif detail == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             meaning = "it has no job secret and this one has" if encrypted else "it has a job secret and this one has none"
         else:

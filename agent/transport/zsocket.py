@@ -77,15 +77,26 @@ class Source:
 
 
 class Monitor:
-    """Tells what happens to a socket's connections: `on_event(event, value)`, see zmq_socket_monitor(3) for the values."""
+    """Tells what happens to a socket's connections: `on_event(event, value)`, see zmq_socket_monitor(3) for the values.
+
+    `on_drained`: all that has happened until now was told.
+    """
 
     _count = 0
 
-    def __init__(self, reactor: Reactor, socket: Socket, events: int, on_event: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        reactor: Reactor,
+        socket: Socket,
+        events: int,
+        on_event: Callable[[int, int], None],
+        on_drained: Callable[[], None] = lambda: None,
+    ) -> None:
         Monitor._count += 1
         place = f"inproc://monitor-{Monitor._count}"
         self._watched = socket
         self._on_event = on_event
+        self._on_drained = on_drained
         socket.monitor(place, events)
         self._pair = socket.context.socket(zmq.PAIR)
         self._pair.setsockopt(zmq.LINGER, 0)
@@ -100,7 +111,11 @@ class Monitor:
         self._pair.close()
 
     def _read_one(self) -> bool:
-        event, value = _EVENT.unpack(self._pair.recv(NOBLOCK))
+        try:
+            event, value = _EVENT.unpack(self._pair.recv(NOBLOCK))
+        except zmq.Again:
+            self._on_drained()
+            return False
         self._pair.recv(NOBLOCK)
         self._on_event(event, value)
         return True
