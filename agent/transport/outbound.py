@@ -359,7 +359,9 @@ class Outbound:
             self._hung_up += 1
             if self._hung_up < HUNG_UP_OFTEN and not encrypted:
                 return
-            meaning = "it has another job secret or none, belongs to a job with another id" if encrypted else "it has a job secret"
+            meaning = (
+                "it has another job secret or none, belongs to a job with another id" if encrypted else "it has a job secret"
+            )
             meaning += ", or is no agent"
         elif detail == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             meaning = "it has no job secret and this one has" if encrypted else "it has a job secret and this one has none"

@@ -246,7 +246,7 @@ class Transport:
 
     def close(self) -> None:
         """Close everything, at once: what is still queued is dropped. In a forked child this does nothing (Z6)."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._context.closed:
             return
         self._sweeper.cancel()
         for peer in self._peers.values():

@@ -24,7 +24,9 @@ PATIENCE_S = 60.0
 class Agent:
     """A transport and what it told."""
 
-    def __init__(self, reactor: Reactor, node: str, incarnation: int = 1, job: str = "job", version: int = 1, **more: Any) -> None:
+    def __init__(
+        self, reactor: Reactor, node: str, incarnation: int = 1, job: str = "job", version: int = 1, **more: Any
+    ) -> None:
         self.got: list[tuple[Identity, bytes]] = []
         self.links: list[Any] = []
         self.lost: list[Identity] = []
@@ -60,7 +62,9 @@ class Process:
 
     def __init__(self, *args: str) -> None:
         command = [sys.executable, str(Path(__file__).with_name("lone_peer.py")), *args]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"})
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+        )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self.place = Address("127.0.0.1", self.port)
