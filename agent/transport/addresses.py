@@ -31,9 +31,14 @@ class Address(msgspec.Struct, frozen=True):
 def parse_host(text: str) -> str:
     """A host name, an IPv4 address, or an IPv6 address with or without brackets. Raises BadAddressError."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    if not (_is_ipv6(bare) if bare != text or ":" in bare else _is_name(bare)):
+    if not (_is_ipv6(bare) if bare != text else is_host(bare)):
         raise BadAddressError(f"{text[:200]!r} is no host" if text else "the host is missing")
     return bare
+
+
+def is_host(text: str) -> bool:
+    """Whether this is a host name, an IPv4 address or an IPv6 address without brackets."""
+    return _is_ipv6(text) if ":" in text else _is_name(text)
 
 
 def parse_port(text: str, smallest: int = 1) -> int:

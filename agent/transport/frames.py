@@ -19,6 +19,8 @@ from typing import Literal
 
 import msgspec
 
+from hyperpodrun.agent.transport.addresses import is_host
+
 LABEL_BYTES = 16
 HEADER_BYTES = 1 + LABEL_BYTES + 1
 HELLO, WELCOME, REFUSED, MESSAGE = b"H", b"W", b"R", b"M"
@@ -105,7 +107,7 @@ def decode_hello(frame: bytes) -> Hello | None:
         return None
     fits = 0 < len(hello.node) <= 255 and 0 <= hello.incarnation < 1 << 64 and len(hello.session) == 8
     fits = fits and 0 < hello.port < 65536 and len(hello.hosts) <= 32 and hello.node.isprintable()
-    return hello if fits else None
+    return hello if fits and all(is_host(host) for host in hello.hosts) else None
 
 
 def decode_answer(frame: bytes) -> Welcome | Refused | None:

@@ -258,9 +258,10 @@ class Inbox:
             if self._now_s() - first_s < NAMELESS_S:
                 return
         self._nameless_s.pop(meaning, None)
+        where = "an address that was not seen" if host == "?" else host
         self._complaints.about(
             f"handshake {host}",
-            f"a peer at {'an address that was not seen' if host == '?' else host} failed the handshake at port {self.port}: {meaning}. It was refused; "
+            f"a peer at {where} failed the handshake at port {self.port}: {meaning}. It was refused; "
             "give all nodes of the job the same --job-secret-file and --job-id",
         )
 

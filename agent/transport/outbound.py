@@ -107,7 +107,8 @@ class Outbound:
         self._hello = hello
         self._on_up, self._on_lost, self._on_self = on_up, on_lost, on_self
         self._candidates: deque[Address] = deque()
-        self._good: Address | None = None
+        self.good: Address | None = None
+        """Where it answered last."""
         self._round = 0
         self._asked = 0
         self._failures = 0
@@ -188,7 +189,7 @@ class Outbound:
                     f"{address} is on another host, and without a job secret agents only talk within this machine: "
                     "give all nodes the same --job-secret-file, or --insecure-mesh in a network where nobody else is",
                 )
-            elif candidate == self._good:
+            elif candidate == self.good:
                 self._candidates.appendleft(candidate)
             elif candidate not in self._candidates:
                 self._candidates.append(candidate)
@@ -200,6 +201,7 @@ class Outbound:
             self._dial(self._candidates.popleft())
         elif self._asked:
             self.state = "resolving"
+            self._limit(LONGEST_WAIT_S, self._begin_round)  # a name server that hangs holds up no address that is known
         else:
             self._wait()
 
@@ -235,7 +237,7 @@ class Outbound:
             around.complaints.about(f"dial {place}", f"{place} cannot be dialled ({error.strerror})")
             self._ended()
             return
-        self._limit(CONNECT_S)
+        self._limit(CONNECT_S, self._ended)
 
     def _new_dealer(self) -> Socket:
         around = self._around
@@ -262,7 +264,7 @@ class Outbound:
     def _monitored(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self._connected = True
-            self._limit(ANSWER_S)
+            self._limit(ANSWER_S, self._ended)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._say_hello()
         elif event & HANDSHAKE_FAILED:
@@ -315,9 +317,13 @@ class Outbound:
         return self.state == "dialing"
 
     def _welcomed(self, answer: Welcome) -> None:
+        if isinstance(self.key, str) and self.key != answer.node:  # it was asked for by name: no agent answers so
+            self._around.counters["malformed"] += 1
+            self._ended()
+            return
         self.identity = Identity(answer.node, answer.incarnation)
         self.session = answer.session
-        self._good = self.place
+        self.good = self.place
         self._refused = False
         self._hung_up = 0
         self._cancel_timer()
@@ -400,9 +406,9 @@ class Outbound:
         else:
             self._begin_round()
 
-    def _limit(self, seconds: float) -> None:
+    def _limit(self, seconds: float, then: Callable[[], None]) -> None:
         self._cancel_timer()
-        self._timer = self._around.reactor.call_later(seconds, self._ended)
+        self._timer = self._around.reactor.call_later(seconds, then)
 
     def _cancel_timer(self) -> None:
         if self._timer:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from hyperpodrun.agent.reactor import Reactor
+from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.transport import keys
 from hyperpodrun.agent.transport.addresses import Address, is_loopback
 from hyperpodrun.agent.transport.binding import EVERYWHERE, bind, hosts_to_bind
@@ -37,6 +37,7 @@ IDLE_S = 60.0
 SWEEP_S = 10.0
 MOST_SOCKETS = 32768
 KNOWN_ADDRESSES = 16
+TOLD_ADDRESSES = 8
 COUNTERS = (
     "sent",
     "sent_bytes",
@@ -142,7 +143,7 @@ class Transport:
             raise
         self._inbox.port = self.port
         shown = advertise or (own_addresses() or ["127.0.0.1"] if EVERYWHERE in bound else bound)
-        self.addresses = tuple(Address(host, self.port) for host in shown)[:KNOWN_ADDRESSES]
+        self.addresses = tuple(Address(host, self.port) for host in shown)[:TOLD_ADDRESSES]
         self._sweeper = reactor.call_later(SWEEP_S, self._sweep)
 
     # --- for the agent
@@ -203,31 +204,27 @@ class Transport:
     def probe(self, node: str, callback: Callable[[Outcome], None], timeout_s: float = 1.0) -> None:
         """A plain TCP connect to where this node was last reached (M2). "unreachable" where that is not known."""
         peer = self._peers.get(node)
-        places = [peer.place] if peer and peer.place else list(self._book.get(node, ()))
-        if not places or places[0] is None or places[0].port is None:
-            self._reactor.call_later(0, lambda: callback("unreachable"))
-            return
-        port = places[0].port
-        asked = False
+        known = [peer.good] if peer and peer.good else list(self._book.get(node, ()))
+        timer: Timer | None = self._reactor.call_later(timeout_s, lambda: ended("timeout"))
+
+        def ended(outcome: Outcome) -> None:
+            nonlocal timer
+            if timer:
+                timer.cancel()
+                timer = None
+                callback(outcome)
 
         def resolved(hosts: list[str], _reason: str) -> None:
-            nonlocal asked
-            if asked:
-                return
-            asked = True
-            timer.cancel()
-            if hosts:
-                probe_tcp(self._reactor, hosts[0], port, callback, timeout_s)
+            port = known[0].port
+            if hosts and port is not None:
+                probe_tcp(self._reactor, hosts[0], port, ended, timeout_s)
             else:
-                self._reactor.call_later(0, lambda: callback("unreachable"))
+                self._reactor.call_later(0, lambda: ended("unreachable"))
 
-        def too_slow() -> None:
-            nonlocal asked
-            asked = True
-            callback("timeout")
-
-        timer = self._reactor.call_later(timeout_s, too_slow)
-        self._resolver.ask(places[0].host, resolved)
+        if known:
+            self._resolver.ask(known[0].host, resolved)
+        else:
+            self._reactor.call_later(0, lambda: ended("unreachable"))
 
     def addresses_of(self, node: str) -> tuple[Address, ...]:
         """Where this node may be reached, best first."""
@@ -275,11 +272,6 @@ class Transport:
 
     def _up(self, peer: Outbound, who: Welcome) -> None:
         if not isinstance(peer.key, Address):
-            if peer.key != who.node:  # an agent that answers "welcome" to a hello for somebody else is not to be believed
-                self._complaints.about(
-                    f"wrong {peer.place}", f"the agent at {peer.place} is {who.node!r}, not {peer.key!r}; it is not used"
-                )
-                peer.redial()
             return
         address, node = peer.key, who.node
         del self._peers[address]

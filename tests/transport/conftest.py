@@ -1,4 +1,4 @@
-"""Agents' networks on loopback: in this process (one loop for all), or in processes of their own that can be stopped and killed."""
+"""Agents' networks on loopback: in this process (one loop for all), or in processes of their own that can be killed."""
 
 import contextlib
 import os

@@ -130,6 +130,21 @@ def test_a_name_that_hangs_holds_up_no_other_address(net, monkeypatch):
     release.set()
 
 
+def test_a_name_that_hangs_does_not_stop_the_retries_of_another_address(net, monkeypatch, free_ports):
+    import threading
+
+    release = threading.Event()
+    monkeypatch.setattr(resolver.socket, "getaddrinfo", lambda *args, **more: release.wait() and [])
+    monkeypatch.setattr("hyperpodrun.agent.transport.outbound.LONGEST_WAIT_S", 0.05)
+    port = free_ports(1)
+    a = net.agent("a", insecure=True)
+    a.net.connect("late", [Address("hangs.mesh", 1), Address("127.0.0.1", port)])
+    net.until(lambda: a.count("attempts") >= 2)
+    net.agent("late", first_port=port)
+    net.until(lambda: a.net.is_up("late"))
+    release.set()
+
+
 def test_a_peer_that_stands_still_costs_bounded_memory_and_blocks_nobody(net):
     mark = 20
     a = net.agent("a", settings=Settings(high_water_mark=mark, heartbeat_timeout_ms=60_000))

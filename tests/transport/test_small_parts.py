@@ -94,6 +94,21 @@ def test_names_resolve_off_the_loop_and_numbers_at_once(net, monkeypatch):
     names.close()
 
 
+def test_a_started_program_inherits_none_of_the_descriptors(net):
+    import fcntl
+    import os
+
+    a, b = net.agent("a", secret=b"s" * 32), net.agent("b", secret=b"s" * 32)
+    before = set(os.listdir("/proc/self/fd"))
+    c = net.agent("c", secret=b"s" * 32)
+    c.net.connect("a", [a.place])
+    b.net.connect("c", [c.place])
+    net.until(lambda: c.net.is_up("a") and b.net.is_up("c"))
+    new = {int(name) for name in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{name}")}
+    assert len(new) > 5
+    assert [fd for fd in new if not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC] == []
+
+
 def test_closing_gives_back_every_descriptor(net, free_ports):
     import os
 
