@@ -26,7 +26,7 @@ from hyperpodrun.agent.transport.addresses import Address, is_numeric, parse_add
 from hyperpodrun.agent.transport.contact_points import ContactPoints, Listed, parse_contact
 from hyperpodrun.agent.transport.frames import Identity, job_label
 from hyperpodrun.agent.transport.inbox import Link
-from hyperpodrun.agent.transport.probe import Outcome, own_addresses
+from hyperpodrun.agent.transport.probe import Outcome, own_addresses, probe_tcp
 from hyperpodrun.agent.transport.resolver import Resolver
 from hyperpodrun.agent.transport.transport import Transport
 from hyperpodrun.agent.wire.mesh import Go, Member, Message, View
@@ -103,7 +103,7 @@ class MeshDriver:
         mesh = self._mesh
         contacts = [parse_contact(mesh.peers, self._environ, _read_file)] if mesh.peers else []
         contacts += [Listed((parse_address(text, 0),)) for text in mesh.endpoints]
-        self._port = mesh.port or rendezvous.choose_port()
+        self._port = mesh.port
         self._points = ContactPoints(
             self._reactor, self._resolver.ask, self._watch_child, contacts, self._default_port(), self._contacts_known, self._say
         )
@@ -141,7 +141,7 @@ class MeshDriver:
         if self._transport is not None:
             self._dial()
             return
-        names = [a.host for a in self._contacts if not is_numeric(a.host) and a.port == self._port]
+        names = [a.host for a in self._contacts if not is_numeric(a.host)]
         answers: dict[str, list[str]] = {}
         limit = self._reactor.call_later(NAMES_LIMIT_S, lambda: self._begin(answers))
 
@@ -162,7 +162,13 @@ class MeshDriver:
             return
         config, mesh = self._config, self._mesh
         pairs = [(address.host, address.port or 0) for address in self._contacts]
-        self.slot = mesh_slots.own_slot(pairs, self._port, socket.gethostname(), own_addresses(), answers)
+        here = mesh_slots.Here(socket.gethostname(), tuple(own_addresses()), answers)
+        if not mesh.port_given:
+            # A contact point on this host is meant for its agent, whatever the default port is.
+            own = [port for host, port in pairs if here.is_here(host) and rendezvous.is_free(port)]
+            self._port = own[0] if own else mesh.port if rendezvous.is_free(mesh.port) else 0
+        self._port = self._port or rendezvous.choose_port()
+        self.slot = mesh_slots.own_slot(pairs, self._port, here)
         slots = config.max_nodes + mesh.spares
         names = tuple(dict.fromkeys(mesh_slots.slot_name(host, port) for host, port in pairs))
         self._votes = vote_file.VoteFile(vote_file.path_for(config.job_id, self.slot), self._say)
@@ -199,6 +205,7 @@ class MeshDriver:
             first_contact=names[0] if names else self.slot,
             elastic_now=mesh.elastic_join_now,
             max_restarts=config.max_restarts,
+            join_window_ns=int(mesh.join_window_s * 1e9),
             heartbeat_ns=heartbeat_ms * 1_000_000,
             misses=misses,
         )
@@ -298,13 +305,27 @@ class MeshDriver:
         self._transport.send(self._aliases.get(to, to), payload)
 
     def _probe(self, node: str) -> None:
-        assert self._transport is not None
+        """M2's plain connect, to wherever the slot is known to be: by its contact point, if no agent ever answered there."""
+        transport = self._transport
+        assert transport is not None
 
         def known(outcome: Outcome) -> None:
             if outcome in ("refused", "accepted"):
                 self.notify(fx.Connected(node, "refused" if outcome == "refused" else "open"))
 
-        self._transport.probe(self._aliases.get(node, node), known)
+        contact = next((a for a in self._contacts if mesh_slots.slot_name(a.host, a.port or 0) == node), None)
+        if node in self._aliases or contact is None or contact.port is None:
+            transport.probe(self._aliases.get(node, node), known)
+            return
+        port = contact.port
+
+        def resolved(hosts: list[str], _reason: str) -> None:
+            if hosts:
+                probe_tcp(self._reactor, hosts[0], port, known)
+            else:
+                known("refused")  # a name that does not exist: no host, no agent
+
+        self._resolver.ask(contact.host, resolved)
 
     def _adopt(self, view: View) -> None:
         transport = self._transport
@@ -330,7 +351,7 @@ class MeshDriver:
             host = config.local_addr or (transport.addresses[0].host if transport.addresses else rendezvous.loopback())
             # A port that an earlier world had may still be held by what is left of it elsewhere.
             used = frozenset(int(store.rpartition(":")[2]) for store in self._stores.values())
-            port = config.master_port if config.master_port and config.min_nodes == 1 else rendezvous.choose_port(used)
+            port = config.master_port if config.master_port and rendezvous.is_free(config.master_port) else rendezvous.choose_port(used)
             self._stores[generation] = f"{host}:{port}"
         return self._stores[generation]
 
