@@ -1,7 +1,8 @@
 """The agent of one node: signals, children and scripts joined to the core that decides about the job.
 
-What to do next is decided in `policy/job.py`; one attempt is run by `attempt.py`; how a failure is told is in `failure.py`. Everything
-here is plumbing: events go into the core, the effects it gives are carried out.
+What to do next is decided in `policy/job.py` where this node is the job, and else by the mesh, to which `policy/cluster.py` is the
+bridge. One attempt is run by `attempt.py`; how a failure is told is in `failure.py`. Everything here is plumbing: events go into the
+core, the effects it gives are carried out.
 """
 
 import os
@@ -9,12 +10,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from hyperpodrun.agent import family
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
 from hyperpodrun.agent.keeper import FORWARDED, STOP_SIGNALS, KeeperLink
+from hyperpodrun.agent.policy import cluster
 from hyperpodrun.agent.policy import job as policy
 from hyperpodrun.agent.policy.budget import Total, Window
 from hyperpodrun.agent.policy.world import World
@@ -27,8 +30,15 @@ from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import places
 from hyperpodrun.agent.workers.script import Script
 from hyperpodrun.agent.workers.start import WorkerStarter
+from hyperpodrun.agent.workers.group import End
 from hyperpodrun.agent.workers.sweep import Sweeper
 
+if TYPE_CHECKING:
+    from hyperpodrun.agent.mesh_driver import MeshDriver
+    from hyperpodrun.agent.wire.mesh import View
+
+VICTIM_WAIT_S = 0.3
+"""A failure that looks like a consequence of another's is reported this much later: the culprit's own word comes first."""
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -57,13 +67,17 @@ class Agent:
         self.script = Script(self.reactor, self.watch_child, config.python)
         self.status_files = StatusFiles(link.run_dir.path, os.environ.get(names.STATUS_FILE), self.output.say)
         self.restarts = Total(config.max_restarts, int(link.memo.get("restarts_used", "0")))
-        self.job = policy.Job(
+        self.job: policy.Job | cluster.ClusterJob = policy.Job(
             self.restarts,
             Window(config.max_node_failures, config.restart_window_s),
             pre_script=config.pre_train_script is not None,
             post_script=config.post_train_script is not None,
             restart_count=int(link.memo.get("restart_count", "0")),
         )
+        self.mesh: MeshDriver | None = None
+        if config.mesh is not None:
+            self.job = cluster.ClusterJob(config.pre_train_script is not None, config.post_train_script is not None)
+        self.restart_count = int(link.memo.get("restart_count", "0"))
         self.desk = FailureDesk(config, self.node, self.reactor, self.output, self.watch_child)
         self.attempt = AttemptRunner(
             config,
@@ -79,6 +93,7 @@ class Agent:
             self.node,
             on_over=self.attempt_over,
             on_change=self.write_status,
+            on_first_failure=self.first_failure,
         )
         self.watched: dict[int, Callable[[int], None]] = {}
         self.unclaimed: dict[int, int] = {}
@@ -95,6 +110,8 @@ class Agent:
         try:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
+            if config.mesh is not None:
+                self.join_mesh()
         except (OSError, ValueError) as error:
             self.output.say(f"{reason_of(error)}; the job was not started")
             return exit_codes.CONFIG
@@ -150,10 +167,14 @@ class Agent:
 
     # --- the job
 
-    def advance(self, event: policy.Event) -> None:
+    def advance(self, event: policy.Event | cluster.Event) -> None:
         """Give the job core an event and carry out what it says."""
-        for effect in self.job.handle(event, self.reactor.now_s()):
+        for effect in self.job.handle(event, self.reactor.now_s()):  # type: ignore[arg-type]  # each core ignores the other's events
             match effect:
+                case cluster.RunAttempt(world):
+                    self.run_world(world)
+                case cluster.TellFailed() | cluster.TellFinished() | cluster.TellGone() | cluster.TellLeaving():
+                    self.tell_mesh(effect)
                 case policy.RunScript(which):
                     self.run_script(which)
                 case policy.EndScript(kill):
@@ -171,10 +192,6 @@ class Agent:
     def run_attempt(self, restart_count: int) -> None:
         """Start all ranks; this node is the world."""
         config = self.config
-        self.link.remember(
-            job_id=config.job_id, restart_count=restart_count, restarts_used=self.restarts.used, started_at=self.started_at
-        )
-        self.unclaimed.clear()
         try:
             port = config.master_port or rendezvous.choose_port(frozenset(self.ports))
         except OSError as error:
@@ -182,7 +199,7 @@ class Agent:
             self.advance(policy.AttemptOver(exit_codes.CONFIG, final=True))
             return
         self.ports.add(port)
-        self.attempt.run(
+        self.run_world(
             World(
                 generation=restart_count,
                 restart_count=restart_count,
@@ -195,13 +212,91 @@ class Agent:
             )
         )
 
+    def run_world(self, world: World) -> None:
+        """Start this node's ranks of that world."""
+        self.restart_count = world.restart_count
+        self.link.remember(
+            job_id=self.config.job_id,
+            restart_count=world.restart_count,
+            restarts_used=self.restarts.used,
+            started_at=self.started_at,
+        )
+        self.unclaimed.clear()
+        self.attempt.run(world)
+
+    def first_failure(self, end: End) -> None:
+        """A rank failed: the mesh is told at once, a likely victim only if nothing came of it meanwhile."""
+        if self.mesh is None or self.attempt.world is None:
+            return
+        code, detail, victim = self.desk.first_words(end)
+        generation = self.attempt.world.generation
+
+        def tell() -> None:
+            if self.attempt.world is not None and self.attempt.world.generation == generation:
+                self.advance(cluster.RankFailed(code, detail))
+
+        self.reactor.call_later(VICTIM_WAIT_S if victim else 0.0, tell)
+
     def attempt_over(self, verdict: Verdict) -> None:
         """Nothing of the attempt is left; the job core says what follows."""
         world = self.attempt.world
         assert world is not None
         taken = self.config.master_port is None and rendezvous.names_taken_port(verdict.text, world.master_port)
+        if self.mesh is not None:
+            self.desk.tell_here()
         self.advance(policy.AttemptOver(verdict.code, port_taken=taken, final=verdict.final))
 
+    # --- the mesh
+
+    def join_mesh(self) -> None:
+        """Begin to look for the other nodes; zmq is imported only now."""
+        from hyperpodrun.agent.mesh_driver import MeshDriver
+
+        self.mesh = MeshDriver(self.reactor, self.config, self, self.watch_child, self.output.say, os.environ)
+        self.mesh.start()
+
+    def tell_mesh(self, effect: cluster.TellFailed | cluster.TellFinished | cluster.TellGone | cluster.TellLeaving) -> None:
+        """What happened here, in the mesh's words."""
+        from hyperpodrun.agent.mesh import effects as fx
+
+        assert self.mesh is not None
+        match effect:
+            case cluster.TellFailed(generation, code, detail):
+                self.mesh.notify(fx.WorkersFailed(generation, code, detail))
+            case cluster.TellFinished(generation):
+                self.mesh.notify(fx.WorkersFinished(generation))
+            case cluster.TellGone(generation):
+                self.mesh.notify(fx.WorkersGone(generation))
+            case cluster.TellLeaving():
+                self.mesh.notify(fx.LeaveAsked())
+
+    def start_here(self, world: World) -> None:
+        """The mesh says: start."""
+        self.advance(cluster.StartHere(world))
+
+    def stop_here(self, generation: int, kill: bool) -> None:
+        """The mesh says: stop."""
+        self.advance(cluster.StopHere(generation, kill))
+
+    def job_over(self, code: int, reason: str) -> None:
+        """The mesh says: the job is over."""
+        if code and reason:
+            self.output.say(f"the job ends with exit code {code}: {reason}")
+        self.advance(cluster.JobOver(code, reason))
+
+    def view_changed(self, view: "View") -> None:
+        """The nodes agreed on something new: one line for people."""
+        limit = self.config.max_restarts
+        if view.mode == "closed":
+            return
+        where = f"{len(view.order)} of {len(view.members)} nodes" if len(view.order) < len(view.members) else f"{len(view.order)} nodes"
+        if view.mode == "hold":
+            self.output.say(f"view {view.number}: holding, too few nodes ({len(view.members)} are here): {view.reason}")
+        elif view.number == 0 or view.restart != "none":
+            self.output.say(
+                f"view {view.number}: world {view.generation} on {where}, rank 0 on {view.order[0]}, "
+                f"restart {view.restarts} of {limit}: {view.reason}"
+            )
     def run_script(self, which: str) -> None:
         """The pre- or post-train script."""
         config = self.config
@@ -214,8 +309,8 @@ class Agent:
         name = f"{which}-train"
         env = self.base_env | {
             names.JOB_ID.encode(): os.fsencode(config.job_id),
-            names.RESTART_COUNT.encode(): b"%d" % self.job.restart_count,
-            names.JOB_RESTART_COUNT.encode(): b"%d" % self.job.restart_count,
+            names.RESTART_COUNT.encode(): b"%d" % self.restart_count,
+            names.JOB_RESTART_COUNT.encode(): b"%d" % self.restart_count,
         }
         streams = self.output.open_helper(name)
 
@@ -245,7 +340,10 @@ class Agent:
         """Nothing runs any more."""
         self.desk.tell_unkillable(left)
         self.cgroup.remove()
-        self.output.finish(self.reactor.stop)
+        if self.mesh is not None:
+            self.mesh.close(lambda: self.output.finish(self.reactor.stop))
+        else:
+            self.output.finish(self.reactor.stop)
 
     def write_status(self) -> None:
         """Renew the state files."""
@@ -257,8 +355,8 @@ class Agent:
                 pid=self.link.pid,
                 agent_pid=os.getpid(),
                 node=self.node,
-                generation=self.job.restart_count,
-                restart_count=self.job.restart_count,
+                generation=world.generation if world else 0,
+                restart_count=world.restart_count if world else 0,
                 state=self.job.state.value,
                 world_size=world.world_size if world else 0,
                 workers=[
@@ -267,6 +365,6 @@ class Agent:
                 started_at=self.started_at,
                 run_dir=self.link.run_dir.path,
                 command=[config.program.target, *config.program.args],
-                exit_code=self.code if self.job.state is policy.State.ENDED else None,
+                exit_code=self.code if self.job.state in (policy.State.ENDED, cluster.State.ENDED) else None,
             )
         )

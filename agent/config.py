@@ -34,6 +34,9 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     elastic_join_now: bool = True
     failure_detector: Literal["fast", "default", "lax"] = "default"
     join_timeout_s: float = 600.0
+    """Longest wait for a first world: --rdzv-conf join_timeout."""
+    join_window_s: float = 2.0
+    """Joiners are collected so long, unless the roster is complete: --rdzv-conf last_call_timeout."""
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,6 +71,16 @@ class FailureDesk:
                 f"rank {self._first_rank + end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node"
             )
 
+    def first_words(self, end: End) -> tuple[int, str, bool]:
+        """(exit code, the report in a line, is it likely another's victim?) of a rank that has just failed."""
+        failed = self._failed_rank(end)
+        code = exit_codes.from_wait_status(failed.end.status) or 1
+        return code, report.headline(failed, self._about("")), failed.evidence.victim
+
+    def tell_here(self) -> None:
+        """Tell what failed on this node; what follows is decided elsewhere."""
+        self._tell("the nodes decide what follows")
+
     def dump_stacks(self, pids: dict[int, int], why: str) -> None:
         """Print where these ranks (local rank -> pid) are."""
         named = ", ".join(f"rank {self._first_rank + local_rank} (pid {pid})" for local_rank, pid in sorted(pids.items()))
@@ -161,7 +171,10 @@ class FailureDesk:
             return
         root, others = self._pending
         self._pending = None
-        about = report.Circumstances(
+        self._output.say(report.render(root, others, self._about(step)))
+
+    def _about(self, step: str) -> report.Circumstances:
+        return report.Circumstances(
             host=self._node,
             started_at_s=self._began_s,
             restart_count=self._restart_count,
@@ -171,7 +184,6 @@ class FailureDesk:
             program=self._config.program.target,
             next_step=step,
         )
-        self._output.say(report.render(root, others, about))
 
     def _failed_rank(self, end: End) -> report.FailedRank:
         local_rank = end.local_rank

@@ -3,11 +3,12 @@
 `resolve` is the only maker of a `JobConfig`. It looks at the machine (processors, GPUs, limits, folders) but starts nothing.
 """
 
+import hashlib
 import sys
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast
 
-from hyperpodrun.agent.config import JobConfig, NumaBinding, StartMethod, Streams
+from hyperpodrun.agent.config import JobConfig, MeshConfig, NumaBinding, StartMethod, Streams
 from hyperpodrun.agent.wire import names
 from hyperpodrun.agent.wire.launch import Program
 from hyperpodrun.agent.workers.command import NotExecutable
@@ -39,16 +40,9 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
     nodes = settings.get("nnodes", Nodes)
     _check_contradictions(settings, nodes)
     rootless = _rootless(environment)
-    notes = _notes(settings)
+    mesh = _mesh(settings, nodes, environment)
+    notes = _notes(settings, alone=mesh is None)
     start_method = _start_method(settings, what, notes)
-    if nodes.minimum > 1:
-        raise MachineRefusal(
-            f"{settings.source('nnodes')} asks for {nodes.minimum} nodes, and this release runs jobs on one node only; "
-            "leave it out, or give 1"
-        )
-    if nodes.maximum > 1:
-        source = settings.source("nnodes")
-        notes.append(f"{source} 1:{nodes.maximum}: this release runs jobs on one node, so this node runs alone as node rank 0")
     workers = _workers(settings, environment, notes)
     machine.check_limits(workers)
     redirects, tee = _streams(settings, "redirects", workers), _streams(settings, "tee", workers)
@@ -58,7 +52,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         machine.check_log_dir(log_dir, settings.source("log-dir"), create=not settings.on("dry-run"))
     return JobConfig(
         program=what,
-        job_id=job_id(settings, environment, chance_id)[0],
+        job_id=job_id(settings, environment, _common_id(mesh) if mesh else chance_id)[0],
         min_nodes=nodes.minimum,
         max_nodes=nodes.maximum,
         nproc_per_node=workers,
@@ -92,7 +86,72 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         post_train_args=settings.find("post-train-args", tuple) or (),
         rootless=rootless,
         notes=tuple(notes),
+        mesh=mesh,
     )
+
+
+def _mesh(settings: Settings, nodes: Nodes, environment: Mapping[str, str]) -> MeshConfig | None:
+    """How to find the other nodes; None for a job of one."""
+    spares = settings.get("spares", int)
+    if nodes.maximum + spares == 1:
+        return None
+    peers = settings.given.get("peers")
+    endpoints = [settings.given[name].text for name in ("rdzv-endpoint", "master-addr") if settings.find(name, str)]
+    endpoints = [text for text in endpoints if not text.endswith(":0")]
+    if peers is None and not endpoints and "SLURM_JOB_NODELIST" not in environment:
+        source = settings.source("nnodes") if "nnodes" in settings.given else settings.source("spares")
+        raise Refusal(
+            f"{source}: the agents of several nodes need contact points; "
+            "give --peers HOST,HOST,… (or @FILE, slurm:, dns:NAME:PORT), or --rdzv-endpoint HOST:PORT"
+        )
+    secret = settings.find("job-secret-file", str)
+    mesh = MeshConfig(
+        peers=peers.text if peers else None if endpoints else "slurm:",
+        endpoints=tuple(endpoints),
+        port=settings.get("mesh-port", int),
+        secret_file=secret,
+        insecure=settings.on("insecure-mesh"),
+        spares=spares,
+        elastic_join_now=settings.get("elastic-join", str) == "now",
+        failure_detector=cast("Literal['fast', 'default', 'lax']", settings.get("failure-detector", str)),
+        join_timeout_s=_rdzv_seconds(settings, "join_timeout", 600.0),
+        join_window_s=_rdzv_seconds(settings, "last_call_timeout", 2.0),
+        port_given="mesh-port" in settings.given,
+    )
+    if secret is None and not mesh.insecure and names.JOB_SECRET not in environment and _leaves_this_host(settings, mesh):
+        raise MachineRefusal(
+            "the contact points are on other hosts, and without a job secret the mesh stays on this one: "
+            "give all nodes the same --job-secret-file (head -c 32 /dev/urandom > FILE), or --insecure-mesh in a closed network"
+        )
+    return mesh
+
+
+def _leaves_this_host(settings: Settings, mesh: MeshConfig) -> bool:
+    listed = settings.find("peers", object)
+    if mesh.peers is not None and not isinstance(listed, tuple):
+        return True  # slurm: and dns: name other hosts
+    hosts = [address.host for address in listed or ()] if isinstance(listed, tuple) else []
+    hosts += [text.rpartition(":")[0] if text.count(":") == 1 else text.strip("[]") for text in mesh.endpoints]
+    return any(not places.is_loopback(host) for host in hosts)
+
+
+def _common_id(mesh: MeshConfig) -> str:
+    """A job id that all nodes of a job without one arrive at: they are given the same contact points."""
+    text = "\0".join([mesh.peers or "", *mesh.endpoints])
+    return f"mesh-{hashlib.blake2b(text.encode('utf-8', 'surrogateescape'), digest_size=6).hexdigest()}"
+
+
+def _rdzv_seconds(settings: Settings, key: str, default_s: float) -> float:
+    text = (settings.find("rdzv-conf", dict) or {}).get(key)
+    if text is None:
+        return default_s
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise Refusal(f"{settings.source('rdzv-conf')}: {key}={quoted(text)} is not allowed; allowed: a number of seconds")
+    return seconds
 
 
 def _check_contradictions(settings: Settings, nodes: Nodes) -> None:
@@ -117,15 +176,16 @@ def _check_contradictions(settings: Settings, nodes: Nodes) -> None:
         raise Refusal(f"{both} exclude each other; give one of them")
 
 
-def _notes(settings: Settings) -> list[str]:
+def _notes(settings: Settings, alone: bool) -> list[str]:
     notes = []
     for option in OPTIONS:
         setting = settings.given.get(option.name)
-        if setting is None or option.note is None or setting.value is False:
+        note = option.note or (option.note_alone if alone else None)
+        if setting is None or note is None or setting.value is False:
             continue
         if any(setting.value == option.kind.parse(text) for text in option.quiet):
             continue
-        notes.append(f"{setting.source}: {option.note}")
+        notes.append(f"{setting.source}: {note}")
     return notes
 
 
