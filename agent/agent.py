@@ -26,11 +26,11 @@ from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
 from hyperpodrun.agent.wire import exit_codes, names
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
+from hyperpodrun.agent.workers.group import End
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import places
 from hyperpodrun.agent.workers.script import Script
 from hyperpodrun.agent.workers.start import WorkerStarter
-from hyperpodrun.agent.workers.group import End
 from hyperpodrun.agent.workers.sweep import Sweeper
 
 if TYPE_CHECKING:
@@ -289,7 +289,11 @@ class Agent:
         limit = self.config.max_restarts
         if view.mode == "closed":
             return
-        where = f"{len(view.order)} of {len(view.members)} nodes" if len(view.order) < len(view.members) else f"{len(view.order)} nodes"
+        where = (
+            f"{len(view.order)} of {len(view.members)} nodes"
+            if len(view.order) < len(view.members)
+            else f"{len(view.order)} nodes"
+        )
         if view.mode == "hold":
             self.output.say(f"view {view.number}: holding, too few nodes ({len(view.members)} are here): {view.reason}")
         elif view.number == 0 or view.restart != "none":
@@ -297,6 +301,7 @@ class Agent:
                 f"view {view.number}: world {view.generation} on {where}, rank 0 on {view.order[0]}, "
                 f"restart {view.restarts} of {limit}: {view.reason}"
             )
+
     def run_script(self, which: str) -> None:
         """The pre- or post-train script."""
         config = self.config

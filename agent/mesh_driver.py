@@ -58,7 +58,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeshDriver:
-    """`start` begins; `notify` is for what happens to this node's workers. Raises OSError or ValueError with a sentence from `start`."""
+    """`start` begins; `notify` is for what happens to this node's workers. `start` raises OSError or ValueError with a sentence."""
 
     def __init__(
         self,
@@ -241,7 +241,11 @@ class MeshDriver:
         self._say(
             f"no world of at least {self._config.min_nodes} nodes within {self._mesh.join_timeout_s:g} s "
             f"(--rdzv-conf join_timeout): here are {', '.join(here)}; "
-            + (f"not reached: {', '.join(missing)}" if missing else "too few contact points are known, name all nodes with --peers")
+            + (
+                f"not reached: {', '.join(missing)}"
+                if missing
+                else "too few contact points are known, name all nodes with --peers"
+            )
         )
         self._listener.job_over(69, "")
 
@@ -351,7 +355,11 @@ class MeshDriver:
             host = config.local_addr or (transport.addresses[0].host if transport.addresses else rendezvous.loopback())
             # A port that an earlier world had may still be held by what is left of it elsewhere.
             used = frozenset(int(store.rpartition(":")[2]) for store in self._stores.values())
-            port = config.master_port if config.master_port and rendezvous.is_free(config.master_port) else rendezvous.choose_port(used)
+            port = (
+                config.master_port
+                if config.master_port and rendezvous.is_free(config.master_port)
+                else rendezvous.choose_port(used)
+            )
             self._stores[generation] = f"{host}:{port}"
         return self._stores[generation]
 

@@ -69,6 +69,33 @@ def _own_tasks(uid: int) -> int:
     return count
 
 
+def check_host(host: str, source: str) -> None:
+    """Refuse a host that this machine has no address for: torch would try again and again for half an hour."""
+    import socket
+
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise MachineRefusal(
+            f"{source}: the host {quoted(host)} cannot be resolved ({reason}); give an address, or a name that this machine knows"
+        ) from None
+
+
+def loopback_works() -> bool:
+    """Whether there is a route to this machine itself. A fresh network namespace has none."""
+    import socket
+
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))  # of a datagram socket: asks for the route, sends nothing
+            return True
+        except OSError:
+            continue
+    return False
+
+
 def check_log_dir(path: str, source: str, *, create: bool) -> None:
     """Refuse when log files could not be written below `path`. With `create` the folder is made and really written to."""
     try:

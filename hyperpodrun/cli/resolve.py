@@ -43,6 +43,8 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
     mesh = _mesh(settings, nodes, environment)
     notes = _notes(settings, alone=mesh is None)
     start_method = _start_method(settings, what, notes)
+    if mesh is None:
+        _check_network(settings, notes)
     workers = _workers(settings, environment, notes)
     machine.check_limits(workers)
     redirects, tee = _streams(settings, "redirects", workers), _streams(settings, "tee", workers)
@@ -187,6 +189,17 @@ def _notes(settings: Settings, alone: bool) -> list[str]:
             continue
         notes.append(f"{setting.source}: {note}")
     return notes
+
+
+def _check_network(settings: Settings, notes: list[str]) -> None:
+    """Of a job on this node alone: what becomes MASTER_ADDR must lead somewhere, or its ranks wait for half an hour."""
+    name = next((name for name in ("master-addr", "local-addr") if name in settings.given), None)
+    if name is not None:
+        machine.check_host(settings.get(name, str), settings.source(name))
+    elif not machine.loopback_works():
+        notes.append(
+            "the loopback network of this machine is down, so ranks cannot reach each other; bring it up (ip link set lo up)"
+        )
 
 
 def _start_method(settings: Settings, what: Program, notes: list[str]) -> StartMethod:

@@ -185,7 +185,11 @@ def shadowed(first_on_path: str, ours: frozenset[str]) -> str:
         return ""
     for name in sorted(names):
         stem = name.removesuffix(".py")
-        if stem in ours and stem not in sys.builtin_module_names and (stem != name or os.path.exists(os.path.join(first_on_path, name, "__init__.py"))):
+        if (
+            stem in ours
+            and stem not in sys.builtin_module_names
+            and (stem != name or os.path.exists(os.path.join(first_on_path, name, "__init__.py")))
+        ):
             return os.path.join(first_on_path, name)
     return ""
 

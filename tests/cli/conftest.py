@@ -2,6 +2,7 @@
 
 import io
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -77,6 +78,13 @@ class Launcher:
         return outcome.err
 
 
+def look_up(host: str, port: object) -> list[object]:
+    """A resolver that knows every name but those of the domain that never exists (RFC 2606)."""
+    if host.endswith(".invalid"):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return []
+
+
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     launcher = Launcher()
@@ -90,5 +98,6 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, stand_in.__name__, stand_in)
         patch.setattr(hyperpodrun.agent, "agent", stand_in, raising=False)
+        patch.setattr(socket, "getaddrinfo", look_up)
         patch.chdir(folder)
         yield launcher

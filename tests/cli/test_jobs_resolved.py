@@ -205,6 +205,12 @@ def test_an_elastic_range_runs_on_this_node_and_says_so(launcher):
     assert "alone" in "".join(job.notes)
 
 
+def test_a_dead_loopback_network_is_told_where_it_matters(launcher, monkeypatch):
+    monkeypatch.setattr(machine, "loopback_works", lambda: False)
+    assert "loopback network" in "".join(launcher("train.py").job.notes)
+    assert launcher.job("--master-addr=10.0.0.1", "train.py").notes == ()
+
+
 def test_rendezvous_settings_add_up(launcher):
     outcome = launcher("--rdzv-conf", "a=1,b=2", "--rdzv_conf=b=3", "--dry-run", "train.py")
     assert "  a=1,b=3  " in outcome.out

@@ -140,6 +140,13 @@ def test_an_unusable_log_folder_is_the_machines_fault(launcher, tmp_path):
     assert os.listdir(tmp_path / "new" / "logs") == []
 
 
+def test_an_address_that_leads_nowhere_is_refused_before_ranks_wait_for_it(launcher):
+    sentence = launcher.refusal("--master-addr=node7.invalid", "train.py", code=78)
+    assert "--master-addr: the host 'node7.invalid' cannot be resolved (Name or service not known)" in sentence
+    assert "PET_LOCAL_ADDR: " in launcher.refusal("train.py", code=78, PET_LOCAL_ADDR="node7.invalid")
+    assert launcher.job("--master-addr=here", "--local-addr=node7.invalid", "train.py").master_addr == "here"
+
+
 def test_a_missing_interpreter_is_the_machines_fault(launcher):
     assert "PYTHON_EXEC: the program 'no-python-here'" in launcher.refusal("train.py", PYTHON_EXEC="no-python-here", code=78)
 

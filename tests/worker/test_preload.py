@@ -103,3 +103,5 @@ def test_modules_of_the_users_that_we_already_hold(tmp_path):
     assert preload.shadowed(str(tmp_path), frozenset({"signal"})).endswith("signal.py")
     assert preload.shadowed(str(tmp_path), frozenset({"socket"})).endswith("socket")
     assert preload.shadowed(str(tmp_path), frozenset({"gc", "os"})) == ""
+    (tmp_path / "gc.py").write_text("")  # built in: found before any folder is looked at
+    assert preload.shadowed(str(tmp_path), frozenset({"gc", "os"})) == ""
