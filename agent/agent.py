@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 VICTIM_WAIT_S = 0.3
 """A failure that looks like a consequence of another's is reported this much later: the culprit's own word comes first."""
+STATUS_EVERY_S = 10.0
+"""In a mesh the state files are at most this old."""
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -252,8 +254,9 @@ class Agent:
         """Begin to look for the other nodes; zmq is imported only now."""
         from hyperpodrun.agent.mesh_driver import MeshDriver
 
-        self.mesh = MeshDriver(self.reactor, self.config, self, self.watch_child, self.output.say, os.environ)
+        self.mesh = MeshDriver(self.reactor, self.config, self, self.watch_child, self.output.say, os.environ, self.link.lease)
         self.mesh.start()
+        self.reactor.call_later(STATUS_EVERY_S, self.renew_status)
 
     def tell_mesh(self, effect: cluster.TellFailed | cluster.TellFinished | cluster.TellGone | cluster.TellLeaving) -> None:
         """What happened here, in the mesh's words."""
@@ -286,6 +289,7 @@ class Agent:
 
     def view_changed(self, view: "View") -> None:
         """The nodes agreed on something new: one line for people."""
+        self.write_status()
         limit = self.config.max_restarts
         if view.mode == "closed":
             return
@@ -350,6 +354,11 @@ class Agent:
         else:
             self.output.finish(self.reactor.stop)
 
+    def renew_status(self) -> None:
+        """The mesh's counters move without an event that anybody here is told of."""
+        self.write_status()
+        self.reactor.call_later(STATUS_EVERY_S, self.renew_status)
+
     def write_status(self) -> None:
         """Renew the state files."""
         config, world = self.config, self.attempt.world
@@ -371,5 +380,6 @@ class Agent:
                 run_dir=self.link.run_dir.path,
                 command=[config.program.target, *config.program.args],
                 exit_code=self.code if self.job.state in (policy.State.ENDED, cluster.State.ENDED) else None,
+                mesh=self.mesh.status() if self.mesh else None,
             )
         )

@@ -12,6 +12,8 @@ Invariants
   at least 1 s after the last start, at most 5 deaths in 60 s.
 - A stop signal is never lost: one that comes while no agent lives ends the job with 128 + its number.
 - When the keeper leaves, no process of the job is left and the run folder is gone.
+- In a job of several nodes workers never outlive their lease (MESH A9), also when the agent stands still: the keeper holds the
+  watch and ends them.
 
 The agent has a session of its own: a terminal's Ctrl-C comes to the keeper alone and is forwarded once.
 """
@@ -35,6 +37,9 @@ CLEAR_LIMIT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU, signal.SIGPWR)
 _MEMO_BYTES = 4096
+_LEASE_BYTES = 8
+LEASE_SLACK_S = 0.5
+"""An agent that runs ends its workers itself when the lease is over; the keeper comes after it, before the fence is (1 s)."""
 
 
 class KeeperLink:
@@ -60,11 +65,19 @@ class KeeperLink:
         self.memo = memo
         self.deaths = deaths
         self._memo_fd = memo_fd
+        self._leased = False
 
     def remember(self, **facts: object) -> None:
         """Keep these facts for the next agent, should this one die. Values are single lines."""
         self.memo.update({key: str(value) for key, value in facts.items()})
         _write_memo(self._memo_fd, self.memo)
+
+    def lease(self, until_ns: int) -> None:
+        """Workers may run until this time of the monotonic clock; 0: without an end. The keeper ends them if nobody renews it."""
+        os.pwrite(self._memo_fd, until_ns.to_bytes(_LEASE_BYTES), _MEMO_BYTES)
+        if until_ns and not self._leased and self.alive():
+            os.kill(self.pid, signal.SIGCHLD)  # look at it: without a lease the keeper waits for signals alone
+        self._leased = bool(until_ns)
 
     def alive(self) -> bool:
         """Is the keeper still our parent?"""
@@ -173,6 +186,7 @@ class _Keeper:
         keeper = os.getpid()
         self.agent_status = None
         memo = _read_memo(self.memo_fd)
+        os.pwrite(self.memo_fd, bytes(_LEASE_BYTES), _MEMO_BYTES)
         self.agent = os.fork()
         if self.agent:
             return
@@ -191,9 +205,26 @@ class _Keeper:
 
     def watch(self) -> int:
         """Forward signals until the agent is gone; its wait status."""
+        awaited = self.forwarded | {signal.SIGCHLD}
         while self.agent_status is None:
-            self.take(signal.sigwaitinfo(self.forwarded | {signal.SIGCHLD}).si_signo)
+            until_ns = _read_lease(self.memo_fd)
+            left_s = until_ns / 1e9 + LEASE_SLACK_S - time.monotonic()
+            info = signal.sigtimedwait(awaited, max(0.0, left_s)) if until_ns else signal.sigwaitinfo(awaited)
+            if info:
+                self.take(info.si_signo)
+            elif until_ns and until_ns == _read_lease(self.memo_fd):
+                self.fence()
         return self.agent_status
+
+    def fence(self) -> None:
+        """The lease ran out and the agent did nothing about it: it stands still."""
+        for process in family.members(os.getpid(), self.mark, spare=[self.agent]):
+            family.send(process, signal.SIGKILL)
+        os.pwrite(self.memo_fd, bytes(_LEASE_BYTES), _MEMO_BYTES)
+        _say(
+            f"the agent (pid {self.agent}) stands still and its lease is over: the other nodes may go on without this one, "
+            "so its workers were ended. It joins again once it runs"
+        )
 
     def pause(self, until_s: float) -> bool:
         """Wait before the next agent; False when a stop signal came."""
@@ -246,6 +277,10 @@ def _write_memo(fd: int, memo: dict[str, str]) -> None:
         raise ValueError(f"the memo holds {len(text)} bytes of {_MEMO_BYTES}")
     # One page in one call: a kill leaves the old text or the new one.
     os.pwrite(fd, text.ljust(_MEMO_BYTES, b"\0"), 0)
+
+
+def _read_lease(fd: int) -> int:
+    return int.from_bytes(os.pread(fd, _LEASE_BYTES, _MEMO_BYTES))
 
 
 def _read_memo(fd: int) -> dict[str, str]:

@@ -22,6 +22,7 @@ from hyperpodrun.agent.mesh.config import MeshConfig as CoreConfig
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
+from hyperpodrun.agent.status import MeshStatus
 from hyperpodrun.agent.transport.addresses import Address, is_numeric, parse_address
 from hyperpodrun.agent.transport.contact_points import ContactPoints, Listed, parse_contact
 from hyperpodrun.agent.transport.frames import Identity, job_label
@@ -68,6 +69,7 @@ class MeshDriver:
         watch_child: Callable[[int, Callable[[int], None]], None],
         say: Callable[[str], None],
         environ: Mapping[str, str],
+        hold_until: Callable[[int], None],
     ) -> None:
         assert config.mesh is not None
         self._reactor = reactor
@@ -77,6 +79,7 @@ class MeshDriver:
         self._watch_child = watch_child
         self._say = say
         self._environ = environ
+        self._hold_until = hold_until
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_Envelope)
         self._resolver = Resolver(reactor)
@@ -94,6 +97,7 @@ class MeshDriver:
         self._closing: Callable[[], None] | None = None
         self._join_timer: Timer | None = None
         self._port = 0
+        self._view_at = 0.0
         self.slot = ""
 
     # --- for the agent
@@ -111,6 +115,8 @@ class MeshDriver:
 
     def notify(self, event: fx.Event) -> None:
         """Tell the mesh what happened here."""
+        if isinstance(event, fx.WorkersGone):
+            self._hold_until(0)
         if self._node is None:
             self._early.append(event)
         else:
@@ -120,6 +126,19 @@ class MeshDriver:
     def view(self) -> View | None:
         """Where this agent stands."""
         return self._node.view if self._node else None
+
+    def status(self) -> MeshStatus:
+        """The same for people and tools, with what has passed through the network so far."""
+        view = self.view
+        return MeshStatus(
+            slot=self.slot,
+            view=view.number if view else -1,
+            mode=view.mode if view else "",
+            members=[member.node for member in view.members] if view else [],
+            active=list(view.order) if view else [],
+            view_at=self._view_at,
+            counters=self._transport.counters() if self._transport else {},
+        )
 
     def close(self, then: Callable[[], None]) -> None:
         """Leave the network once the others know what this agent knows (or soon)."""
@@ -293,6 +312,8 @@ class MeshDriver:
                     self._listener.start_here(self._world(view))
                 case fx.Connect(to):
                     self._probe(to)
+                case fx.Lease(until_ns):
+                    self._hold_until(until_ns)
                 case fx.End(code, reason):
                     self._listener.job_over(code, reason)
         if self._timer:
@@ -343,6 +364,7 @@ class MeshDriver:
         for node in self._linked - members:
             transport.forget(node)
         self._linked = members
+        self._view_at = time.time()
         self._listener.view_changed(view)
 
     # --- worlds

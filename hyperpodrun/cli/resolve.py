@@ -37,7 +37,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
     Raises Refusal for contradictions (2) and for what this machine cannot do (78).
     """
     what = program(settings, line.script, environment)
-    nodes = settings.get("nnodes", Nodes)
+    nodes = _nodes(settings)
     _check_contradictions(settings, nodes)
     rootless = _rootless(environment)
     mesh = _mesh(settings, nodes, environment)
@@ -90,6 +90,17 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         notes=tuple(notes),
         mesh=mesh,
     )
+
+
+def _nodes(settings: Settings) -> Nodes:
+    """How many nodes; with --standalone this one, which an elastic range allows."""
+    nodes = settings.get("nnodes", Nodes)
+    if not settings.on("standalone"):
+        return nodes
+    if nodes.minimum > 1 or settings.get("spares", int):
+        other = settings.source("nnodes" if nodes.minimum > 1 else "spares")
+        raise Refusal(f"{settings.source('standalone')} and {other} exclude each other: one means this node alone, one further nodes")
+    return Nodes(1, 1)
 
 
 def _mesh(settings: Settings, nodes: Nodes, environment: Mapping[str, str]) -> MeshConfig | None:
@@ -162,10 +173,11 @@ def _check_contradictions(settings: Settings, nodes: Nodes) -> None:
         if arguments in settings.given and script not in settings.given:
             raise Refusal(f"{settings.source(arguments)} is given without --{script}; name the script, or leave them out")
     node_rank = settings.find("node-rank", int)
-    if node_rank is not None and node_rank >= nodes.maximum:
+    slots = nodes.maximum + settings.get("spares", int)
+    if node_rank is not None and node_rank >= slots:
         raise Refusal(
-            f"{settings.source('node-rank')}: rank {node_rank} does not exist in a job of {nodes.maximum} node(s); "
-            f"allowed: 0{f' to {nodes.maximum - 1}' if nodes.maximum > 1 else ''}"
+            f"{settings.source('node-rank')}: rank {node_rank} does not exist in a job of {slots} node(s); "
+            f"allowed: 0{f' to {slots - 1}' if slots > 1 else ''}"
         )
     host, port = settings.get("server-host", str), settings.get("server-port", int)
     if port >= 0 and not places.is_loopback(host) and "job-secret-file" not in settings.given:

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-LATER = ["rich", "shlex", "subprocess", "logging", "tempfile", "shutil", "dataclasses", "argparse", "socket", "psutil",
+# "socket" is not among them: the agent needs it in any case.
+LATER = ["rich", "shlex", "subprocess", "logging", "tempfile", "shutil", "dataclasses", "argparse", "psutil",
          "torch", "json", "asyncio", "hyperpodrun.cli.help", "hyperpodrun.cli.plan"]  # fmt: skip
 
 
