@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 VICTIM_WAIT_S = 0.3
 """A failure that looks like a consequence of another's is reported this much later: the culprit's own word comes first."""
-STATUS_EVERY_S = 10.0
+STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 

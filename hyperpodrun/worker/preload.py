@@ -18,6 +18,7 @@ from hyperpodrun.agent.wire.launch import Program
 
 if TYPE_CHECKING:
     import ast
+    import types
 
 _READ_AT_IMPORT = (
     "OMP_",
@@ -185,13 +186,19 @@ def shadowed(first_on_path: str, ours: frozenset[str]) -> str:
         return ""
     for name in sorted(names):
         stem = name.removesuffix(".py")
-        if (
-            stem in ours
-            and stem not in sys.builtin_module_names
-            and (stem != name or os.path.exists(os.path.join(first_on_path, name, "__init__.py")))
-        ):
-            return os.path.join(first_on_path, name)
+        if stem not in ours or stem in sys.builtin_module_names:
+            continue
+        path = os.path.join(first_on_path, name)
+        file = path if stem != name else os.path.join(path, "__init__.py")
+        if os.path.exists(file) and not _is_file_of(sys.modules.get(stem), file):
+            return path
     return ""
+
+
+def _is_file_of(module: "types.ModuleType | None", path: str) -> bool:
+    """Whether the module that we hold was loaded from this very file: then the script would get the same one."""
+    origin = getattr(module, "__file__", None)
+    return origin is not None and os.path.exists(origin) and os.path.samefile(origin, path)
 
 
 def unfit_because() -> str:

@@ -1,7 +1,9 @@
 """What a script's text says about torch."""
 
 import ast
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -103,5 +105,6 @@ def test_modules_of_the_users_that_we_already_hold(tmp_path):
     assert preload.shadowed(str(tmp_path), frozenset({"signal"})).endswith("signal.py")
     assert preload.shadowed(str(tmp_path), frozenset({"socket"})).endswith("socket")
     assert preload.shadowed(str(tmp_path), frozenset({"gc", "os"})) == ""
+    assert preload.shadowed(str(Path(os.__file__).parent), frozenset({"os"})) == ""  # the same file is no other module
     (tmp_path / "gc.py").write_text("")  # built in: found before any folder is looked at
     assert preload.shadowed(str(tmp_path), frozenset({"gc", "os"})) == ""
