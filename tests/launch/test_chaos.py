@@ -23,7 +23,7 @@ RANKS = 3
 
 
 def orphans(marks: set[str]) -> list[str]:
-    """Processes, zombies too, whose parent is gone and that carry the mark of one of this test's launchers, or lost it dying."""
+    """Processes that carry the mark of one of this test's launchers. (A zombie has lost its: see `zombies`.)"""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -35,6 +35,21 @@ def orphans(marks: set[str]) -> list[str]:
             if marked:
                 found.append(text)
     return found
+
+
+def zombies(keeper: int) -> list[str]:
+    """Dead children that the keeper or its agent has not taken leave of."""
+    rows = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                text = Path(f"/proc/{entry}/stat").read_text()
+            except OSError:
+                continue
+            state, parent = text.rpartition(")")[2].split()[:2]
+            rows[int(entry)] = (state, int(parent), text)
+    parents = {keeper, *(pid for pid, (_, parent, _) in rows.items() if parent == keeper)}
+    return [text for state, parent, text in rows.values() if state == "Z" and parent in parents]
 
 
 @pytest.mark.timeout(900)
@@ -54,6 +69,8 @@ def test_two_hundred_random_kills(launch: Callable, tmp_path: Path) -> None:
         # Half of the kills come when all is calm, half as soon as the first rank of the attempt is seen.
         calm = chooser.random() < 0.5
         rows = run.until_told("up", RANKS if calm else 1, attempt=attempt)
+        keeper = run.pid
+        run.until(lambda keeper=keeper: not zombies(keeper), "the end of all zombies")
         victim = chooser.choice(["worker"] * 3 + (["agent"] if agents_killed < 3 else []) + ["keeper"])
         pid = {"worker": chooser.choice(rows)["pid"], "agent": run.agent(), "keeper": run.pid}[victim]
         try:

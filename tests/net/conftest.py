@@ -101,6 +101,8 @@ class Hosts:
         self.worlds = Worlds(folder)
         self.started_s = time.monotonic()
         self.facts: list[str] = []
+        self.lost: set[str] = set()
+        """Hosts whose launcher was killed from outside and is not expected to end well."""
         self._all: list[Agent] = []
         number = next(_rigs)
         self._env = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "HYPERPODRUN_", "TORCHELASTIC_", "SLURM_"))}
@@ -181,6 +183,34 @@ class Hosts:
         """Every rank of this world goes on by so many steps from now on."""
         now_s = time.monotonic()
         self.until(lambda: self.worlds.steps_since(world.key, now_s) >= steps, f"progress of {world.key}")
+
+    def kill_everything(self, host: str) -> float:
+        """SIGKILL to every process of the host but its init: the network stays, its kernel closes the connections."""
+        at = time.monotonic()
+        enter = ["nsenter", "-t", str(self.init_pid(host)), "--pid", "--mount"]
+        subprocess.run([*enter, "sh", "-c", "kill -KILL -1"], check=True, stdin=subprocess.DEVNULL, timeout=60)
+        return at
+
+    def kill_agent(self, host: str) -> float:
+        """SIGKILL to the agent alone; its keeper and its workers stay."""
+        pid = self.agent_pid(host)
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return at
+
+    def fail(self, rank: int) -> float:
+        """Make a worker end with code 3."""
+        at = time.monotonic()
+        (self.folder / f"fail-{rank}").touch()
+        return at
+
+    def finish(self) -> None:
+        """Let the workers end well; every agent still there must end with 0."""
+        (self.folder / "finish").touch()
+        for host, agent in self.agents.items():
+            self.until(agent.ended, f"the end on {host}")
+        codes = {host: agent.process.returncode for host, agent in self.agents.items() if host not in self.lost}
+        assert set(codes.values()) == {0}, f"{codes}{self.story()}"
 
     def agent_pid(self, host: str) -> int:
         """The agent process: child of the keeper."""

@@ -345,3 +345,10 @@ def test_torch_is_left_to_a_script_that_prepares_its_import(work, launch):
     )
     assert seen.text("0.out") == "False\n2\n"
     assert len(seen.said) == 1 and "line 2 changes os.environ" in seen.said[0]
+
+
+def test_a_users_module_called_torch_runs_in_the_ranks_only(work, launch):
+    script(work, "print('mine')", "torch.py")
+    seen = launch(script(work, "import torch"))
+    assert seen.text("0.out") == "mine\n" and seen.code() == 0
+    assert len(seen.said) == 1 and "torch.py is imported in its place" in seen.said[0]
