@@ -37,6 +37,7 @@ LONGEST_WAIT_S = 1.0
 REFUSED_WAIT_S = 5.0
 CONNECT_S = 1.5
 ANSWER_S = 4.0
+STUCK_S = 0.1
 STEADY_S = 1.0
 HUNG_UP_OFTEN = 4
 KEPT = 128
@@ -121,6 +122,7 @@ class Outbound:
         self._monitor: Monitor | None = None
         self._source: Source | None = None
         self._connected = False
+        self._dialled_s = 0.0
         self._handshake_failure: tuple[int, int] | None = None
         around.away += 1
         self._timer: Timer | None = around.reactor.call_later(0, self._begin_round)
@@ -139,7 +141,10 @@ class Outbound:
     def nudge(self) -> None:
         """There is news about this peer (an address, a sign of life): try now instead of later."""
         self._failures = 0
-        if self.state == "waiting":
+        stuck = self.state == "dialing" and not self._connected and self._around.reactor.now_s() - self._dialled_s > STUCK_S
+        if stuck:
+            self._hang_up()
+        if stuck or self.state == "waiting":
             self._begin_round()
 
     def redial(self) -> None:
@@ -221,6 +226,7 @@ class Outbound:
         assert place.port is not None
         self.state = "dialing"
         self.place = place
+        self._dialled_s = around.reactor.now_s()
         self._connected = False
         self._handshake_failure = None
         around.links_made += 1
