@@ -354,6 +354,9 @@ class Transport:
         said += [Address(h, hello.port) for h in hello.hosts if not is_loopback(h) or is_loopback(host)]
         old = self._book.get(hello.node, ())
         self._book[hello.node] = tuple(dict.fromkeys([*said, *old]))[:KNOWN_ADDRESSES]
+        for address in said:
+            if contact := self._peers.get(address):
+                contact.nudge()
         peer = self._peers.get(hello.node)
         if peer is None:
             return

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from hyperpodrun.agent.transport import frames
-from hyperpodrun.agent.transport.frames import Hello, Identity, Refused, job_label
+from hyperpodrun.agent.transport.addresses import Address
+from hyperpodrun.agent.transport.frames import Hello, Identity, Refused, Welcome, job_label
 from hyperpodrun.agent.transport.inbox import LINKS_A_NODE
 from hyperpodrun.agent.transport.keys import derive
 from hyperpodrun.agent.transport.zsocket import Settings
@@ -223,12 +224,42 @@ def test_the_inbox_says_why_it_refuses(net):
         {"port": 65536},
         {"greeting": bytes(5000)},
     ],
+    ids=str,
 )
 def test_a_hello_that_cannot_be_is_none(change):
     """What it holds is shown to people and dialled: nothing in it may be odd."""
     hello = Hello("x", 1, bytes(8), "a", ("h", "::1"), 9, b"")
     assert frames.decode_hello(HEADER + b"H" + frames.encode(hello)) == hello
     assert frames.decode_hello(HEADER + b"H" + frames.encode(structs.replace(hello, **change))) is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HEADER + b"W" + frames.encode(Welcome("somebody else", 1, bytes(8))),
+        HEADER + b"W",
+        HEADER + b"R" + frames.encode({}),
+        HEADER + b"R" + frames.encode(("nonsense", "")),
+        HEADER + b"M" + b"no answer",
+        WELL_FORMED,
+        HEADER[:5],
+        b"",
+    ],
+    ids=["another-node", "empty-welcome", "odd-refusal", "odd-reason", "message", "hello", "cut", "empty"],
+)
+def test_an_inbox_that_lies_is_not_believed(net, answer):
+    a = net.agent("a")
+    with zmq.Context() as context:
+        liar = context.socket(zmq.ROUTER)
+        liar.setsockopt(zmq.LINGER, 0)
+        port = liar.bind_to_random_port("tcp://127.0.0.1")
+        a.net.connect("b", [Address("127.0.0.1", port)])
+        for _ in range(3):
+            net.until(lambda: liar.poll(0))
+            liar.send_multipart([liar.recv_multipart()[0], answer])
+        context.destroy(0)
+    assert not a.net.is_up("b") and not a.lost
+    assert a.count("malformed") >= 2
 
 
 def test_of_a_nodes_many_connections_those_that_speak_are_kept(net):

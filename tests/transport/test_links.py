@@ -74,6 +74,18 @@ def test_a_peer_may_come_late(net, free_ports):
     assert a.found == [(late.place, late.identity)]
 
 
+def test_a_contact_point_that_calls_is_called_back_at_once(net, free_ports, monkeypatch):
+    monkeypatch.setattr("hyperpodrun.agent.transport.outbound.FIRST_WAIT_S", 1000.0)
+    monkeypatch.setattr("hyperpodrun.agent.transport.outbound.LONGEST_WAIT_S", 1000.0)
+    place = Address("127.0.0.1", free_ports(1))
+    a = net.agent("a")
+    a.net.find(place)
+    net.until(lambda: a.net.peers()[0].state == "waiting" and a.count("attempts") == 1)
+    late = net.agent("late", first_port=place.port)
+    late.net.connect("a", [a.place])
+    net.until(lambda: a.found)
+
+
 def test_another_node_at_a_contact_point_is_found_too(net, free_ports):
     """A name or address of a pool: the agent there goes, and the next one that answers is another node."""
     place = Address("127.0.0.1", free_ports(1))
