@@ -6,7 +6,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from hyperpodrun.agent.transport import frames, keys
+from hyperpodrun.agent.transport import frames, kept, keys
 from hyperpodrun.agent.transport.complaints import EVERY_S, MOST_TOPICS, Complaints
 from hyperpodrun.agent.transport.probe import own_addresses, plain, probe_tcp
 from hyperpodrun.agent.transport.resolver import Resolver
@@ -126,3 +126,24 @@ def test_closing_gives_back_every_descriptor(net, free_ports):
     net.until(lambda: a.count("attempts") >= 6)
     a.net.close()
     assert descriptors() == before
+
+
+def test_first_words_are_few_young_and_counted():
+    counters = {"dropped": 0}
+    queue = kept.Kept(counters)
+    assert not queue.keep(0.0, bytes(kept.KEPT_BYTES + 1)) and counters["dropped"] == 1
+    for number in range(kept.KEPT + 5):
+        assert queue.keep(0.0, b"%d" % number)
+    assert counters["dropped"] == 6
+    assert queue.take(0.0) == [b"%d" % number for number in range(5, kept.KEPT + 5)] and queue.take(0.0) == []
+    half = bytes(kept.KEPT_BYTES // 2)
+    for _ in range(3):
+        queue.keep(0.0, half)
+    assert counters["dropped"] == 7
+    queue.keep(kept.KEPT_S + 0.1, b"young")
+    assert queue.take(kept.KEPT_S + 0.1) == [b"young"] and counters["dropped"] == 9
+    queue.keep(10.0, b"old")
+    assert queue.take(10.1 + kept.KEPT_S) == [] and counters["dropped"] == 10
+    queue.keep(20.0, b"forgotten")
+    queue.forget()
+    assert queue.take(20.0) == [] and counters["dropped"] == 11
