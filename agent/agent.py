@@ -1,7 +1,8 @@
-"""The agent of one node: the cores (worker group, job) joined to processes, pipes, signals and the clock.
+"""The agent of one node: signals, children and scripts joined to the core that decides about the job.
 
-Everything here is plumbing: events from the reactor go into a core, the effects it gives are carried out. What to do is decided in
-`policy/job.py` (the job) and `workers/group.py` (one attempt); how a failure is told in `failure.py`.
+What to do next is decided in `policy/job.py` where this node is the job, and else by the mesh, to which `policy/cluster.py` is the
+bridge. One attempt is run by `attempt.py`; how a failure is told is in `failure.py`. Everything here is plumbing: events go into the
+core, the effects it gives are carried out.
 """
 
 import os
@@ -9,25 +10,37 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from hyperpodrun.agent import family
+from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.config import JobConfig
-from hyperpodrun.agent.failure import FailureDesk
+from hyperpodrun.agent.failure import FailureDesk, Verdict
 from hyperpodrun.agent.keeper import FORWARDED, STOP_SIGNALS, KeeperLink
+from hyperpodrun.agent.policy import cluster
 from hyperpodrun.agent.policy import job as policy
 from hyperpodrun.agent.policy.budget import Total, Window
-from hyperpodrun.agent.reactor import Reactor, Timer
+from hyperpodrun.agent.policy.world import World
+from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
 from hyperpodrun.agent.wire import exit_codes, names
-from hyperpodrun.agent.wire.launch import Worker
-from hyperpodrun.agent.workers import environment, group, rendezvous
+from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
+from hyperpodrun.agent.workers.group import End
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import places
 from hyperpodrun.agent.workers.script import Script
 from hyperpodrun.agent.workers.start import WorkerStarter
 from hyperpodrun.agent.workers.sweep import Sweeper
 
+if TYPE_CHECKING:
+    from hyperpodrun.agent.mesh_driver import MeshDriver
+    from hyperpodrun.agent.wire.mesh import View
+
+VICTIM_WAIT_S = 0.3
+"""A failure that looks like a consequence of another's is reported this much later: the culprit's own word comes first."""
+STATUS_EVERY_S = 5.0
+"""In a mesh the state files are at most this old."""
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -49,28 +62,44 @@ class Agent:
         self.base_env[names.FAMILY.encode()] = link.family.encode()
         self.output = Output(self.reactor, config, link.run_dir.path)
         self.cgroup = WorkerCgroup(link.family)
-        self.starter = WorkerStarter(self.reactor, config, self.base_env, self.watch_child, self.output.open_helper, self.output.say)
+        self.starter = WorkerStarter(
+            self.reactor, config, self.base_env, self.watch_child, self.output.open_helper, self.output.say
+        )
         self.sweeper = Sweeper(self.reactor, link.family, self.starter.helper_pids, self.reap, self.cgroup)
         self.script = Script(self.reactor, self.watch_child, config.python)
         self.status_files = StatusFiles(link.run_dir.path, os.environ.get(names.STATUS_FILE), self.output.say)
-        self.group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s)
         self.restarts = Total(config.max_restarts, int(link.memo.get("restarts_used", "0")))
-        self.job = policy.Job(
+        self.job: policy.Job | cluster.ClusterJob = policy.Job(
             self.restarts,
             Window(config.max_node_failures, config.restart_window_s),
             pre_script=config.pre_train_script is not None,
             post_script=config.post_train_script is not None,
             restart_count=int(link.memo.get("restart_count", "0")),
         )
+        self.mesh: MeshDriver | None = None
+        if config.mesh is not None:
+            self.job = cluster.ClusterJob(config.pre_train_script is not None, config.post_train_script is not None)
+        self.restart_count = int(link.memo.get("restart_count", "0"))
         self.desk = FailureDesk(config, self.node, self.reactor, self.output, self.watch_child)
+        self.attempt = AttemptRunner(
+            config,
+            self.reactor,
+            self.output,
+            self.starter,
+            self.sweeper,
+            self.cgroup,
+            self.desk,
+            self.watch_child,
+            self.base_env,
+            link.family,
+            self.node,
+            on_over=self.attempt_over,
+            on_change=self.write_status,
+            on_first_failure=self.first_failure,
+        )
         self.watched: dict[int, Callable[[int], None]] = {}
         self.unclaimed: dict[int, int] = {}
-        self.tick_timer: Timer | None = None
-        self.draining: set[int] = set()
-        self.swept: tuple[str, ...] | None = None
-        self.streams: list[tuple[int, int]] = []
         self.ports: set[int] = set()
-        self.port = 0
         self.started_at = float(link.memo.get("started_at", f"{time.time()}"))
 
     # --- life
@@ -82,9 +111,11 @@ class Agent:
         config = self.config
         try:
             self.output.prepare()
-            self.places = places(config, self.base_env)
+            self.attempt.places = places(config, self.base_env)
+            if config.mesh is not None:
+                self.join_mesh()
         except (OSError, ValueError) as error:
-            self.output.say(f"{_reason(error)}; the job was not started")
+            self.output.say(f"{reason_of(error)}; the job was not started")
             return exit_codes.CONFIG
         for note in config.notes if not self.link.deaths else ():
             self.output.say(note)
@@ -106,8 +137,7 @@ class Agent:
         if not self.link.alive():
             self.advance(policy.StopSignal(signal.SIGTERM, at_once=True))
         elif number in FORWARDED_TO_RANKS:
-            for pid in self.group.alive.values():
-                os.kill(pid, number)
+            self.attempt.forward(number)
         elif number in self.config.signals_to_handle:
             self.advance(policy.StopSignal(number))
         elif number in STOP_SIGNALS:
@@ -135,15 +165,18 @@ class Agent:
             if callback := self.watched.pop(pid, None):
                 callback(status)
             else:
-                self.unclaimed[pid] = status  # an orphan, or a worker so short-lived that its pid is not known yet
+                self.unclaimed[pid] = status  # an orphan, or a worker that was killed before its pid is known here
 
     # --- the job
 
-    def advance(self, event: policy.Event) -> None:
+    def advance(self, event: policy.Event | cluster.Event) -> None:
         """Give the job core an event and carry out what it says."""
-        effects = self.job.handle(event, self.reactor.now_s())
-        for effect in effects:
+        for effect in self.job.handle(event, self.reactor.now_s()):  # type: ignore[arg-type]  # each core ignores the other's events
             match effect:
+                case cluster.RunAttempt(world):
+                    self.run_world(world)
+                case cluster.TellFailed() | cluster.TellFinished() | cluster.TellGone() | cluster.TellLeaving():
+                    self.tell_mesh(effect)
                 case policy.RunScript(which):
                     self.run_script(which)
                 case policy.EndScript(kill):
@@ -151,12 +184,159 @@ class Agent:
                 case policy.RunAttempt(restart_count):
                     self.run_attempt(restart_count)
                 case policy.StopAttempt(kill):
-                    self.feed(group.Stop(kill))
+                    self.attempt.stop(kill)
                 case policy.Restarting() | policy.GivingUp():
                     self.desk.tell_next(effect)
                 case policy.End(code):
                     self.end(code)
         self.write_status()
+
+    def run_attempt(self, restart_count: int) -> None:
+        """Start all ranks; this node is the world."""
+        config = self.config
+        try:
+            port = config.master_port or rendezvous.choose_port(frozenset(self.ports))
+        except OSError as error:
+            self.output.say(str(error))
+            self.advance(policy.AttemptOver(exit_codes.CONFIG, final=True))
+            return
+        self.ports.add(port)
+        self.run_world(
+            World(
+                generation=restart_count,
+                restart_count=restart_count,
+                first_rank=0,
+                world_size=config.nproc_per_node,
+                group_rank=0,
+                group_world_size=1,
+                master_addr=config.master_addr or config.local_addr or rendezvous.loopback(),
+                master_port=port,
+            )
+        )
+
+    def run_world(self, world: World) -> None:
+        """Start this node's ranks of that world."""
+        self.restart_count = world.restart_count
+        self.link.remember(
+            job_id=self.config.job_id,
+            restart_count=world.restart_count,
+            restarts_used=self.restarts.used,
+            started_at=self.started_at,
+        )
+        self.unclaimed.clear()
+        self.attempt.run(world)
+
+    def first_failure(self, end: End) -> None:
+        """A rank failed: the mesh is told at once, a likely victim only if nothing came of it meanwhile."""
+        if self.mesh is None or self.attempt.world is None:
+            return
+        code, detail, victim = self.desk.first_words(end)
+        generation = self.attempt.world.generation
+
+        def tell() -> None:
+            if self.attempt.world is not None and self.attempt.world.generation == generation:
+                self.advance(cluster.RankFailed(code, detail))
+
+        self.reactor.call_later(VICTIM_WAIT_S if victim else 0.0, tell)
+
+    def attempt_over(self, verdict: Verdict) -> None:
+        """Nothing of the attempt is left; the job core says what follows."""
+        world = self.attempt.world
+        assert world is not None
+        taken = self.config.master_port is None and rendezvous.names_taken_port(verdict.text, world.master_port)
+        if self.mesh is not None:
+            self.desk.tell_here()
+        self.advance(policy.AttemptOver(verdict.code, port_taken=taken, final=verdict.final))
+
+    # --- the mesh
+
+    def join_mesh(self) -> None:
+        """Begin to look for the other nodes; zmq is imported only now."""
+        from hyperpodrun.agent.mesh_driver import MeshDriver
+
+        self.mesh = MeshDriver(self.reactor, self.config, self, self.watch_child, self.output.say, os.environ, self.link.lease)
+        self.mesh.start()
+        self.reactor.call_later(STATUS_EVERY_S, self.renew_status)
+
+    def tell_mesh(self, effect: cluster.TellFailed | cluster.TellFinished | cluster.TellGone | cluster.TellLeaving) -> None:
+        """What happened here, in the mesh's words."""
+        from hyperpodrun.agent.mesh import effects as fx
+
+        assert self.mesh is not None
+        match effect:
+            case cluster.TellFailed(generation, code, detail):
+                self.mesh.notify(fx.WorkersFailed(generation, code, detail))
+            case cluster.TellFinished(generation):
+                self.mesh.notify(fx.WorkersFinished(generation))
+            case cluster.TellGone(generation):
+                self.mesh.notify(fx.WorkersGone(generation))
+            case cluster.TellLeaving():
+                self.mesh.notify(fx.LeaveAsked())
+
+    def start_here(self, world: World) -> None:
+        """The mesh says: start."""
+        self.advance(cluster.StartHere(world))
+
+    def stop_here(self, generation: int, kill: bool) -> None:
+        """The mesh says: stop."""
+        self.advance(cluster.StopHere(generation, kill))
+
+    def job_over(self, code: int, reason: str) -> None:
+        """The mesh says: the job is over."""
+        if code and reason:
+            self.output.say(f"the job ends with exit code {code}: {reason}")
+        self.advance(cluster.JobOver(code, reason))
+
+    def view_changed(self, view: "View") -> None:
+        """The nodes agreed on something new: one line for people."""
+        self.write_status()
+        limit = self.config.max_restarts
+        if view.mode == "closed":
+            return
+        where = (
+            f"{len(view.order)} of {len(view.members)} nodes"
+            if len(view.order) < len(view.members)
+            else f"{len(view.order)} nodes"
+        )
+        if view.mode == "hold":
+            self.output.say(f"view {view.number}: holding, too few nodes ({len(view.members)} are here): {view.reason}")
+        elif view.number == 0 or view.restart != "none":
+            self.output.say(
+                f"view {view.number}: world {view.generation} on {where}, rank 0 on {view.order[0]}, "
+                f"restart {view.restarts} of {limit}: {view.reason}"
+            )
+
+    def run_script(self, which: str) -> None:
+        """The pre- or post-train script."""
+        config = self.config
+        path, args = (
+            (config.pre_train_script, config.pre_train_args)
+            if which == "pre"
+            else (config.post_train_script, config.post_train_args)
+        )
+        assert path is not None
+        name = f"{which}-train"
+        env = self.base_env | {
+            names.JOB_ID.encode(): os.fsencode(config.job_id),
+            names.RESTART_COUNT.encode(): b"%d" % self.restart_count,
+            names.JOB_RESTART_COUNT.encode(): b"%d" % self.restart_count,
+        }
+        streams = self.output.open_helper(name)
+
+        def ended(status: int) -> None:
+            self.output.helper_ended(name)
+            code = exit_codes.from_wait_status(status)
+            self.sweeper.sweep(lambda _left: self.advance(policy.ScriptEnded(code)))
+
+        try:
+            self.script.start(path, args, env, streams, ended)
+        except OSError as error:
+            self.output.say(f"the {name} script cannot be run: {reason_of(error)}")
+            self.output.helper_ended(name)
+            self.reactor.call_later(0, lambda: self.advance(policy.ScriptEnded(126)))
+        finally:
+            for fd in streams:
+                os.close(fd)
 
     def end(self, code: int) -> None:
         """Close everything in order; the loop stops when the consoles have taken the last line."""
@@ -167,215 +347,39 @@ class Agent:
 
     def ended(self, left: tuple[str, ...]) -> None:
         """Nothing runs any more."""
-        self.say_unkillable(left)
+        self.desk.tell_unkillable(left)
         self.cgroup.remove()
-        self.output.finish(self.reactor.stop)
+        if self.mesh is not None:
+            self.mesh.close(lambda: self.output.finish(self.reactor.stop))
+        else:
+            self.output.finish(self.reactor.stop)
 
-    def run_script(self, which: str) -> None:
-        """The pre- or post-train script."""
-        config = self.config
-        path, args = (
-            (config.pre_train_script, config.pre_train_args) if which == "pre" else (config.post_train_script, config.post_train_args)
-        )
-        assert path is not None
-        name = f"{which}-train"
-        env = self.base_env | {
-            names.JOB_ID.encode(): os.fsencode(config.job_id),
-            names.RESTART_COUNT.encode(): b"%d" % self.job.restart_count,
-            names.JOB_RESTART_COUNT.encode(): b"%d" % self.job.restart_count,
-        }
-        streams = self.output.open_helper(name)
-
-        def ended(status: int) -> None:
-            self.output.helper_ended(name)
-            code = exit_codes.from_wait_status(status)
-            self.sweeper.sweep(lambda left: self.advance(policy.ScriptEnded(code)))
-
-        try:
-            self.script.start(path, args, env, streams, ended)
-        except OSError as error:
-            self.output.say(f"the {name} script cannot be run: {_reason(error)}")
-            self.output.helper_ended(name)
-            self.reactor.call_later(0, lambda: self.advance(policy.ScriptEnded(126)))
-        finally:
-            _close(streams)
-
-    # --- one attempt
-
-    def run_attempt(self, restart_count: int) -> None:
-        """Start all workers of this node."""
-        self.link.remember(
-            job_id=self.config.job_id, restart_count=restart_count, restarts_used=self.restarts.used, started_at=self.started_at
-        )
-        self.unclaimed.clear()
-        self.draining = set()
-        self.swept = None
-        self.desk.begin_attempt(restart_count)
-        self.feed(group.Start(self.config.nproc_per_node))
-
-    def make_processes(self) -> None:
-        """Effect of the group core: ask the starter for all workers."""
-        config = self.config
-        count = config.nproc_per_node
-        try:
-            self.output.begin_attempt(self.job.restart_count, range(count))
-            self.port = config.master_port or rendezvous.choose_port(frozenset(self.ports))
-            self.ports.add(self.port)
-            address = config.master_addr or config.local_addr or rendezvous.loopback()
-            for local_rank in range(count):
-                self.streams.append(self.output.open_worker(local_rank))
-        except OSError as error:
-            self.close_streams()
-            self.start_failed(_reason(error), exit_codes.CONFIG)
-            return
-        workers = []
-        for local_rank in range(count):
-            place = self.places[local_rank]
-            env = environment.worker_env(
-                config,
-                self.base_env,
-                local_rank=local_rank,
-                rank=local_rank,
-                world_size=count,
-                group_rank=0,
-                group_world_size=1,
-                restart_count=self.job.restart_count,
-                generation=self.job.restart_count,
-                node=self.node,
-                master_addr=address,
-                master_port=self.port,
-                error_file=self.output.error_file(local_rank),
-                family=self.link.family,
-                use_agent_store=False,
-                visible_device=place.visible_device,
-            )
-            workers.append(Worker(local_rank, environment.worker_argv(config, local_rank), env, place.cpus))
-        self.starter.start(workers, self.streams, self.started, self.start_failed)
-
-    def started(self, pids: list[tuple[int, int]]) -> None:
-        """All workers exist."""
-        self.close_streams()
-        self.cgroup.add(pid for _, pid in pids)
-        self.feed(group.Started(tuple(pids)))
-        for local_rank, pid in pids:
-            self.watch_child(pid, lambda status, local_rank=local_rank: self.worker_exited(local_rank, status))  # type: ignore[misc]
+    def renew_status(self) -> None:
+        """The mesh's counters move without an event that anybody here is told of."""
         self.write_status()
-
-    def start_failed(self, reason: str, code: int) -> None:
-        """No worker exists."""
-        self.close_streams()
-        self.desk.start_failed(reason, code)
-        self.feed(group.StartFailed(reason))
-
-    def close_streams(self) -> None:
-        """Our copies of the pipes' write ends: they must not keep the pipes open."""
-        for pair in self.streams:
-            _close(pair)
-        self.streams = []
-
-    def worker_exited(self, local_rank: int, status: int) -> None:
-        """A worker's main process was reaped."""
-        self.draining.add(local_rank)
-        self.output.worker_ended(local_rank, lambda: self.drained(local_rank))
-        self.feed(group.Exited(local_rank, status))
-
-    def drained(self, local_rank: int) -> None:
-        """All that this worker wrote has been read."""
-        self.draining.discard(local_rank)
-        self.clear()
-
-    def feed(self, event: group.Event) -> None:
-        """Give the group core an event and carry out what it says."""
-        effects = self.group.handle(event, self.reactor.now_s())
-        self.reset_tick()
-        for effect in effects:
-            match effect:
-                case group.MakeProcesses():
-                    self.make_processes()
-                case group.CancelStart():
-                    self.starter.cancel()
-                    self.close_streams()
-                case group.Ask(local_ranks):
-                    self.ask(local_ranks)
-                case group.DumpStacks(local_ranks, why):
-                    self.desk.dump_stacks({r: self.group.alive[r] for r in local_ranks}, why)
-                case group.Kill():
-                    self.sweeper.kill_now()
-                case group.FirstFailure(end):
-                    self.desk.first_failure(end, others=len(self.group.alive))
-                case group.Sweep():
-                    self.sweeper.sweep(self.sweep_done)
-                case group.Over():
-                    self.over(effect)
-
-    def reset_tick(self) -> None:
-        """Wake the group core at its next deadline."""
-        if self.tick_timer:
-            self.tick_timer.cancel()
-        deadline_s = self.group.next_deadline_s()
-        self.tick_timer = None if deadline_s is None else self.reactor.call_at(deadline_s, lambda: self.feed(group.Tick()))
-
-    def ask(self, local_ranks: tuple[int, ...]) -> None:
-        """The shutdown signal; a frozen worker is woken to take it."""
-        for local_rank in local_ranks:
-            os.kill(self.group.alive[local_rank], self.config.shutdown_signal)
-            os.kill(self.group.alive[local_rank], signal.SIGCONT)
-
-    def sweep_done(self, left: tuple[str, ...]) -> None:
-        """What the workers had left behind is gone."""
-        self.swept = left
-        self.clear()
-
-    def clear(self) -> None:
-        """The attempt is over once it is swept and its output read."""
-        if self.swept is not None and not self.draining:
-            left, self.swept = self.swept, None
-            self.feed(group.Swept(left))
-
-    def over(self, over: group.Over) -> None:
-        """Nothing of the attempt is left: find whom to blame, and ask the job core what follows."""
-        self.say_unkillable(over.left)
-        verdict = self.desk.judge(over)
-        taken = self.config.master_port is None and rendezvous.names_taken_port(verdict.text, self.port)
-        self.advance(policy.AttemptOver(verdict.code, port_taken=taken, final=verdict.final))
-
-    def say_unkillable(self, left: tuple[str, ...]) -> None:
-        """Name what SIGKILL did not end."""
-        if left:
-            self.output.say(
-                f"cannot be ended and stay behind: {', '.join(left)}. The kernel holds them (a dead network file system or device): "
-                "only its return or a reboot frees them"
-            )
+        self.reactor.call_later(STATUS_EVERY_S, self.renew_status)
 
     def write_status(self) -> None:
         """Renew the state files."""
-        config = self.config
-        program = config.program
+        config, world = self.config, self.attempt.world
+        first = world.first_rank if world else 0
         self.status_files.write(
             Status(
                 job_id=config.job_id,
                 pid=self.link.pid,
                 agent_pid=os.getpid(),
                 node=self.node,
-                generation=self.job.restart_count,
-                restart_count=self.job.restart_count,
+                generation=world.generation if world else 0,
+                restart_count=world.restart_count if world else 0,
                 state=self.job.state.value,
-                world_size=config.nproc_per_node,
-                workers=[WorkerStatus(local_rank, local_rank, pid) for local_rank, pid in sorted(self.group.alive.items())],
+                world_size=world.world_size if world else 0,
+                workers=[
+                    WorkerStatus(first + local_rank, local_rank, pid) for local_rank, pid in sorted(self.attempt.pids.items())
+                ],
                 started_at=self.started_at,
                 run_dir=self.link.run_dir.path,
-                command=[program.target, *program.args],
-                exit_code=self.code if self.job.state is policy.State.ENDED else None,
+                command=[config.program.target, *config.program.args],
+                exit_code=self.code if self.job.state in (policy.State.ENDED, cluster.State.ENDED) else None,
+                mesh=self.mesh.status() if self.mesh else None,
             )
         )
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error)
-
-
-def _close(fds: tuple[int, int]) -> None:
-    for fd in fds:
-        os.close(fd)

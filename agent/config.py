@@ -20,6 +20,25 @@ class Streams(msgspec.Struct, frozen=True):
     stderr: bool = False
 
 
+class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How this node's agent finds the others; only for jobs of several nodes. `peers` is `--peers` as typed, each entry once."""
+
+    peers: str | None = None
+    endpoints: tuple[str, ...] = ()
+    """Further contact points: --rdzv-endpoint, --master-addr (host or host:port)."""
+    port: int = 29400
+    port_given: bool = False
+    secret_file: str | None = None
+    insecure: bool = False
+    spares: int = 0
+    elastic_join_now: bool = True
+    failure_detector: Literal["fast", "default", "lax"] = "default"
+    join_timeout_s: float = 600.0
+    """Longest wait for a first world: --rdzv-conf join_timeout."""
+    join_window_s: float = 2.0
+    """Joiners are collected so long, unless the roster is complete: --rdzv-conf last_call_timeout."""
+
+
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Units are in the names; tuples are ordered by local rank where they hold one entry a rank."""
 
@@ -62,5 +81,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     post_train_script: str | None = None
     post_train_args: tuple[str, ...] = ()
     rootless: bool = True
+    mesh: MeshConfig | None = None
+    """None: this node alone is the job."""
     notes: tuple[str, ...] = ()
     """Sentences to tell the user once at the start (options that are not active yet, or cannot be honoured)."""

@@ -4,6 +4,7 @@ The report is written once per failed attempt, after the job core has said what 
 happens next belongs into it. Deciding is `policy/blame.py`, the words are `workers/report.py`; this joins them to their sources.
 """
 
+import os
 import signal
 from collections.abc import Callable
 
@@ -14,9 +15,10 @@ from hyperpodrun.agent.health.oom import OomWatch
 from hyperpodrun.agent.health.shm import shm_figures
 from hyperpodrun.agent.policy import blame
 from hyperpodrun.agent.policy import job as policy
+from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes
-from hyperpodrun.agent.workers import evidence, report
+from hyperpodrun.agent.workers import evidence, report, stacks
 from hyperpodrun.agent.workers.group import End, Over
 from hyperpodrun.agent.workers.output import Output
 
@@ -46,15 +48,17 @@ class FailureDesk:
         self._output = output
         self._watch_child = watch_child
         self._oom = OomWatch()
-        self._attempt = 0
+        self._restart_count = 0
+        self._first_rank = 0
         self._began_s = 0.0
         self._start_code: int | None = None
         self._pending: tuple[report.FailedRank, list[report.FailedRank]] | None = None
         self._reason = ""
 
-    def begin_attempt(self, attempt: int) -> None:
+    def begin_attempt(self, world: World) -> None:
         """A new attempt starts now."""
-        self._attempt = attempt
+        self._restart_count = world.restart_count
+        self._first_rank = world.first_rank
         self._began_s = self._reactor.now_s()
         self._start_code = None
         self._oom.snapshot()
@@ -63,13 +67,53 @@ class FailureDesk:
         """Say at once what was seen, when others have to be stopped first: that may take as long as --shutdown-timeout."""
         if others and end.status is not None:
             many = f"the other {others} ranks" if others > 1 else "the other rank"
-            self._output.say(f"rank {end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node")
+            self._output.say(
+                f"rank {self._first_rank + end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node"
+            )
+
+    def first_words(self, end: End) -> tuple[int, str, bool]:
+        """(exit code, the report in a line, is it likely another's victim?) of a rank that has just failed."""
+        failed = self._failed_rank(end)
+        code = exit_codes.from_wait_status(failed.end.status) or 1
+        return code, report.headline(failed, self._about("")), failed.evidence.victim
+
+    def tell_here(self) -> None:
+        """Tell what failed on this node; what follows is decided elsewhere."""
+        self._tell("the nodes decide what follows")
 
     def dump_stacks(self, pids: dict[int, int], why: str) -> None:
         """Print where these ranks (local rank -> pid) are."""
-        named = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(pids.items()))
-        self._output.say(f"{named}: {why}; stacks follow before it is ended")
-        self._dumper.dump(pids)
+        named = ", ".join(f"rank {self._first_rank + local_rank} (pid {pid})" for local_rank, pid in sorted(pids.items()))
+        self._output.say(f"{named}: {why}; stacks follow")
+        for local_rank, pid in sorted(pids.items()):
+            plan = stacks.plan(pid, os.environ)
+            if plan.facts:
+                self._output.say(f"rank {self._first_rank + local_rank}, as the kernel sees it:\n{plan.facts}")
+            if plan.signal is not None:
+                os.kill(pid, plan.signal)  # not reaped yet, so still this worker
+            elif plan.command:
+                self._run_dumper(local_rank, plan)
+
+    def _run_dumper(self, local_rank: int, plan: stacks.DumpPlan) -> None:
+        name = f"stacks of rank {self._first_rank + local_rank}"
+        out, err = self._output.open_helper(name)
+        try:
+            helper = os.posix_spawn(
+                plan.command[0],
+                plan.command,
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, err, 2)],
+                setsigmask=[],
+            )
+        except OSError as error:
+            self._output.say(f"{plan.command[0]} cannot be run: {error.strerror}")
+            self._output.helper_ended(name)
+            return
+        finally:
+            os.close(out)
+            os.close(err)
+        # It sits below this process like anything of the attempt: a sweep ends it if it takes too long.
+        self._watch_child(helper, lambda _: self._output.helper_ended(name))
 
     def start_failed(self, reason: str, code: int) -> None:
         """The workers could not be started."""
@@ -94,6 +138,14 @@ class FailureDesk:
         # A hung rank that took our signal kindly ended with 0: that is no success.
         return Verdict(exit_codes.from_wait_status(culprit.status) or 1, "\n".join(root.tail.stderr))
 
+    def tell_unkillable(self, left: tuple[str, ...]) -> None:
+        """Name what SIGKILL did not end."""
+        if left:
+            self._output.say(
+                f"cannot be ended and stay behind: {', '.join(left)}. The kernel holds them (a dead network file system or device): "
+                "only its return or a reboot frees them"
+            )
+
     def tell_next(self, effect: policy.Restarting | policy.GivingUp) -> None:
         """What follows was decided: a restart is told now, the end when its code is known."""
         if isinstance(effect, policy.GivingUp):
@@ -103,36 +155,35 @@ class FailureDesk:
         step = f"restarting all ranks, {effect.left} of {total} restarts left"
         if effect.free:
             step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
-        self._tell(step, 0)
+        self._tell(step)
 
     def flush(self, code: int) -> None:
         """The job ends with this code: tell what was not told yet."""
         reason = f"{self._reason}: " if self._reason else ""
         step = f"{reason}the job ends with exit code {code}"
         if self._pending:
-            self._tell(step, code)
+            self._tell(step)
         elif code:
             self._output.say(step)
 
-    def _tell(self, step: str, code: int) -> None:
+    def _tell(self, step: str) -> None:
         if not self._pending:
             return
         root, others = self._pending
         self._pending = None
-        about = report.Circumstances(
+        self._output.say(report.render(root, others, self._about(step)))
+
+    def _about(self, step: str) -> report.Circumstances:
+        return report.Circumstances(
             host=self._node,
             started_at_s=self._began_s,
-            attempt=self._attempt,
-            max_restarts=self._config.max_restarts,
-            restarts_left=0,
-            restarting=code == 0,
-            exit_code=code,
-            program=self._config.program.target,
+            restart_count=self._restart_count,
             oom_kills=self._oom.killed_since(),
+            memory_limit_bytes=self._oom.limit_bytes(),
             shm=shm_figures(),
+            program=self._config.program.target,
             next_step=step,
         )
-        self._output.say(report.render(root, others, about))
 
     def _failed_rank(self, end: End) -> report.FailedRank:
         local_rank = end.local_rank
@@ -141,9 +192,10 @@ class FailureDesk:
         tail = self._output.tail(local_rank)
         files = (self._output.log_path(local_rank, "stdout"), self._output.log_path(local_rank, "stderr"))
         return report.FailedRank(
-            end=blame.WorkerEnd(local_rank, local_rank, end.pid, status, end.at_s, end.signalled, end.hung),
+            end=blame.WorkerEnd(
+                local_rank, self._first_rank + local_rank, end.pid, status, end.at_s, bool(end.sent), end.hung, end.sent
+            ),
             evidence=evidence.gather(self._output.error_file(local_rank), tail, status),
             tail=tail,
             log_files=tuple(path for path in files if path),
         )
-

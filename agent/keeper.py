@@ -12,6 +12,8 @@ Invariants
   at least 1 s after the last start, at most 5 deaths in 60 s.
 - A stop signal is never lost: one that comes while no agent lives ends the job with 128 + its number.
 - When the keeper leaves, no process of the job is left and the run folder is gone.
+- In a job of several nodes workers never outlive their lease (MESH A9), also when the agent stands still: the keeper holds the
+  watch and ends them.
 
 The agent has a session of its own: a terminal's Ctrl-C comes to the keeper alone and is forwarded once.
 """
@@ -35,6 +37,9 @@ CLEAR_LIMIT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU, signal.SIGPWR)
 _MEMO_BYTES = 4096
+_LEASE_BYTES = 8
+LEASE_SLACK_S = 0.5
+"""An agent that runs ends its workers itself when the lease is over; the keeper comes after it, before the fence is (1 s)."""
 
 
 class KeeperLink:
@@ -60,11 +65,19 @@ class KeeperLink:
         self.memo = memo
         self.deaths = deaths
         self._memo_fd = memo_fd
+        self._leased = False
 
     def remember(self, **facts: object) -> None:
         """Keep these facts for the next agent, should this one die. Values are single lines."""
         self.memo.update({key: str(value) for key, value in facts.items()})
         _write_memo(self._memo_fd, self.memo)
+
+    def lease(self, until_ns: int) -> None:
+        """Workers may run until this time of the monotonic clock; 0: without an end. The keeper ends them if nobody renews it."""
+        os.pwrite(self._memo_fd, until_ns.to_bytes(_LEASE_BYTES), _MEMO_BYTES)
+        if until_ns and not self._leased and self.alive():
+            os.kill(self.pid, signal.SIGCHLD)  # look at it: without a lease the keeper waits for signals alone
+        self._leased = bool(until_ns)
 
     def alive(self) -> bool:
         """Is the keeper still our parent?"""
@@ -75,13 +88,18 @@ class KeeperLink:
         self.remember(exit=code)
         if not self.alive():
             self.run_dir.remove()  # nobody else is left to do it
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                if stream is not None:
+                    stream.flush()
+            except OSError:
+                pass  # nobody reads it any more; the exit code still tells
         os._exit(code)  # the keeper's own clean-up handlers, copied by fork, must not run here
 
 
 def main(run_agent: Callable[[KeeperLink], int]) -> NoReturn:
     """Run `run_agent` in a child process until it ends on purpose; leave with its exit code."""
+    _open_standard_streams()
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup(1): stays so, here and in workers
     forwarded = {number for number in FORWARDED if not (number == signal.SIGHUP and ignored)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
@@ -134,7 +152,9 @@ class _Keeper:
             memo = _read_memo(self.memo_fd)
             left = family.kill_all(os.getpid(), self.mark, CLEAR_LIMIT_S, self.reap)
             for process in left:
-                _say(f"process {process.pid} ({process.name}, state {process.state}) cannot be killed and stays: the kernel holds it")
+                _say(
+                    f"process {process.pid} ({process.name}, state {process.state}) cannot be killed and stays: the kernel holds it"
+                )
             if "exit" in memo:
                 return int(memo["exit"])
             if self.stopped_by is not None:
@@ -142,7 +162,11 @@ class _Keeper:
             self.deaths_s.append(time.monotonic())
             recent = [when_s for when_s in self.deaths_s if when_s > time.monotonic() - DEATHS_WINDOW_S]
             number = exit_codes.signal_of_wait_status(status)
-            how = f"was killed by {exit_codes.signal_name(number)}" if number else f"ended with code {exit_codes.from_wait_status(status)}"
+            how = (
+                f"was killed by {exit_codes.signal_name(number)}"
+                if number
+                else f"ended with code {exit_codes.from_wait_status(status)}"
+            )
             if len(recent) >= MAX_DEATHS:
                 _say(
                     f"the agent (pid {self.agent}) {how}: {len(recent)} deaths in {DEATHS_WINDOW_S:.0f} s, the job ends. "
@@ -162,6 +186,7 @@ class _Keeper:
         keeper = os.getpid()
         self.agent_status = None
         memo = _read_memo(self.memo_fd)
+        os.pwrite(self.memo_fd, bytes(_LEASE_BYTES), _MEMO_BYTES)
         self.agent = os.fork()
         if self.agent:
             return
@@ -171,7 +196,7 @@ class _Keeper:
                 os._exit(exit_codes.INTERNAL)
             link = KeeperLink(self.folder, self.mark, self.memo_fd, memo, len(self.deaths_s), self.mask)
             link.leave(self.run_agent(link))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it is, it must not unwind into the keeper's own code
             # A bug of ours: show it whole; the missing exit note makes the keeper start another agent.
             import traceback
 
@@ -180,9 +205,26 @@ class _Keeper:
 
     def watch(self) -> int:
         """Forward signals until the agent is gone; its wait status."""
+        awaited = self.forwarded | {signal.SIGCHLD}
         while self.agent_status is None:
-            self.take(signal.sigwaitinfo(self.forwarded | {signal.SIGCHLD}).si_signo)
+            until_ns = _read_lease(self.memo_fd)
+            left_s = until_ns / 1e9 + LEASE_SLACK_S - time.monotonic()
+            info = signal.sigtimedwait(awaited, max(0.0, left_s)) if until_ns else signal.sigwaitinfo(awaited)
+            if info:
+                self.take(info.si_signo)
+            elif until_ns and until_ns == _read_lease(self.memo_fd):
+                self.fence()
         return self.agent_status
+
+    def fence(self) -> None:
+        """The lease ran out and the agent did nothing about it: it stands still."""
+        for process in family.members(os.getpid(), self.mark, spare=[self.agent]):
+            family.send(process, signal.SIGKILL)
+        os.pwrite(self.memo_fd, bytes(_LEASE_BYTES), _MEMO_BYTES)
+        _say(
+            f"the agent (pid {self.agent}) stands still and its lease is over: the other nodes may go on without this one, "
+            "so its workers were ended. It joins again once it runs"
+        )
 
     def pause(self, until_s: float) -> bool:
         """Wait before the next agent; False when a stop signal came."""
@@ -215,6 +257,13 @@ class _Keeper:
                 self.agent_status = status
 
 
+def _open_standard_streams() -> None:
+    """A standard stream that was closed at the start becomes /dev/null: else the next file opened would get its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
 def _say(text: str) -> None:
     try:
         os.write(2, f"hyperpodrun: {text}\n".encode(errors="replace"))
@@ -228,6 +277,10 @@ def _write_memo(fd: int, memo: dict[str, str]) -> None:
         raise ValueError(f"the memo holds {len(text)} bytes of {_MEMO_BYTES}")
     # One page in one call: a kill leaves the old text or the new one.
     os.pwrite(fd, text.ljust(_MEMO_BYTES, b"\0"), 0)
+
+
+def _read_lease(fd: int) -> int:
+    return int.from_bytes(os.pread(fd, _LEASE_BYTES, _MEMO_BYTES))
 
 
 def _read_memo(fd: int) -> dict[str, str]:

@@ -20,8 +20,23 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     pid: int
 
 
+class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How this agent stands in the mesh; `view` is -1 and `mode` "" before its first one.
+
+    `view_at`: when it was adopted here, in Unix seconds. `counters`: totals of this agent's life, see transport.COUNTERS.
+    """
+
+    slot: str
+    view: int
+    mode: str
+    members: list[str]
+    active: list[str]
+    view_at: float
+    counters: dict[str, int]
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`state` is a state of policy/job.py; `started_at` is in Unix seconds; `pid` is the keeper's."""
+    """`state` is a state of policy/job.py; `started_at` is in Unix seconds; `pid` is the keeper's. `mesh`: None in a job of one node."""
 
     job_id: str
     pid: int
@@ -36,6 +51,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     command: list[str]
     exit_code: int | None = None
+    mesh: MeshStatus | None = None
 
 
 class StatusFiles:

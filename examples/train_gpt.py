@@ -32,9 +32,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Makes cuBLAS deterministic; it is read when CUDA starts.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -147,7 +144,8 @@ def write_on(model: GPT, start: str, length: int, options: argparse.Namespace, d
         logits = model(torch.tensor([text[-options.block :]], device=device))[0, -1]
         chances = (logits.float().cpu() / 0.7).softmax(0)
         text.append(int(torch.multinomial(chances, 1, generator=draw)))
-    return bytes(text).decode(errors="replace")
+    words = " ".join(bytes(text).decode(errors="replace").split())
+    return "".join(letter if letter.isprintable() else "?" for letter in words)  # no control codes for the terminal
 
 
 # ----------------------------------------------------------------------------------------- checkpoints
@@ -299,6 +297,7 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device("cpu")
     if torch.cuda.device_count() <= LOCAL_RANK:
         sys.exit(f"local rank {LOCAL_RANK} has no GPU of its own: start {torch.cuda.device_count()} ranks, or use --device cpu")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic; read at its first use
     torch.cuda.set_device(LOCAL_RANK)
     return torch.device("cuda", LOCAL_RANK)
 
@@ -312,7 +311,7 @@ def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)  # the same parameters on all ranks
     model = GPT(options.block, options.layers, options.width, options.dropout).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    backend = f"{WORLD_SIZE} ranks, {dist.get_backend()}" if DISTRIBUTED else "one process"
+    backend = f"{dist.get_backend()}, world size {WORLD_SIZE}" if DISTRIBUTED else "one process"
     size = sum(parameter.numel() for parameter in model.parameters())
     say(f"GPT with {size:,} parameters on {device.type} ({backend}), {len(training_text):,} bytes of text")
 
@@ -342,7 +341,7 @@ def run(options: argparse.Namespace) -> None:
         loss = validate(model, validation_text, options, device)
         say(f"validation loss {loss:.4f} nats a byte ({loss / math.log(2):.2f} bits)")
         if options.sample:
-            say(f"the model writes:\n{write_on(model, 'The ', options.sample, options, device)}")
+            say(f"the model writes: {write_on(model, 'The ', options.sample, options, device)}")
 
 
 def parse_options() -> argparse.Namespace:

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+
 from hyperpodrun.agent.reactor import Reactor
 
 

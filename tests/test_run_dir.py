@@ -39,7 +39,11 @@ def test_folder_is_private_and_removed_with_all_in_it(base: str) -> None:
 
 def test_living_folder_is_listed_and_spared_dead_one_removed(base: str) -> None:
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": base}
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": base},
     )
     assert owner.stdin and owner.stdout
     path = owner.stdout.readline().strip()

@@ -29,7 +29,7 @@ QUERY_TIMEOUT_S = 10.0
 _ANSWER_LIMIT_BYTES = 1 << 20
 
 
-class GpuQueryError(RuntimeError):
+class GpuQueryError(ValueError):
     """The GPUs of this machine cannot be told; the text is a sentence for the user."""
 
 

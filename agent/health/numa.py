@@ -21,18 +21,18 @@ from collections.abc import Callable, Iterable, Sequence
 from hyperpodrun.agent.config import NumaBinding
 
 
-class NumaError(RuntimeError):
+class NumaError(ValueError):
     """The binding cannot be made on this machine; the text is a sentence for the user."""
 
 
 def cpus_of_ranks(
-    binding: NumaBinding, nproc: int, gpu_bus_ids: Sequence[str], allowed: frozenset[int], sysfs: str = "/sys"
+    binding: NumaBinding, nproc: int, gpu_bus_ids: Sequence[str], allowed: frozenset[int] | None = None, sysfs: str = "/sys"
 ) -> list[list[int]]:
     """The CPUs of each local rank, ascending. `gpu_bus_ids`: PCI addresses of the visible GPUs, in CUDA's order.
 
-    `allowed`: the CPUs this process may use (`os.sched_getaffinity`). Raises NumaError.
+    `allowed`: the CPUs that may be used; None: those of this process's affinity. Raises NumaError.
     """
-    machine = _Machine(sysfs, allowed)
+    machine = _Machine(sysfs, frozenset(os.sched_getaffinity(0)) if allowed is None else allowed)
     nodes = _seats(machine, nproc, gpu_bus_ids)
     cpus = [_cpus(machine, binding, seat, nodes) for seat in range(nproc)]
     return [sorted(some) for some in cpus]
@@ -97,7 +97,9 @@ def _cpu_list(text: str) -> set[int]:
             first, _, last = run.partition("-")
             cpus.update(range(int(first), int(last or first) + 1))
     except ValueError:
-        raise NumaError(f"--numa-binding: this machine lists CPUs as {text!r}, which has no meaning: leave the option out") from None
+        raise NumaError(
+            f"--numa-binding: this machine lists CPUs as {text!r}, which means nothing: leave the option out"
+        ) from None
     return cpus
 
 

@@ -1,7 +1,8 @@
 """What the agent and a node's forkserver say to each other.
 
-One SOCK_SEQPACKET socket pair, one MessagePack message a packet, save `Fork`: it holds every rank's environment and may be larger than a packet
-can be, so it travels in a memory file among the descriptors. Bytes are used for arguments and variables because Unix does not promise UTF-8.
+One SOCK_SEQPACKET socket pair, one MessagePack message a packet, save `Fork`: it holds every rank's environment and may be
+larger than a packet can be, so it travels in a memory file among the descriptors. Bytes are used for arguments and variables
+because Unix does not promise UTF-8.
 
     agent                         forkserver
       |  <---------- Ready | Unfit    after the preloads
@@ -45,7 +46,8 @@ class Program(msgspec.Struct, frozen=True):
 class Worker(msgspec.Struct, frozen=True):
     """One worker to start.
 
-    `argv`: the arguments behind the program's name (sys.argv[1:]); `env`: its whole environment; `cpus`: its CPU affinity (None: as the agent's).
+    `argv`: the arguments behind the program's name (sys.argv[1:]); `env`: its whole environment; `cpus`: its CPU affinity
+    (None: as the agent's).
     """
 
     local_rank: int
@@ -61,10 +63,8 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The preloads are done. `preloaded` names the modules, `took_s` the seconds; `skipped` says why some were left to the workers, or is ""."""
+    """The preloads are done; `skipped` says why some modules were left to the workers, or is ""."""
 
-    preloaded: list[str]
-    took_s: float
     skipped: str = ""
 
 
@@ -110,7 +110,7 @@ def send_fork(channel: "socket.socket", fork: Fork, descriptors: Sequence[int]) 
 
 
 def receive_fork(channel: "socket.socket") -> tuple[Fork, list[int]] | None:
-    """Wait for the next `Fork` and its descriptors (close-on-exec, the caller's from now on); None when the agent has closed its end."""
+    """Wait for the next `Fork` and its descriptors, the caller's from now on; None when the agent has closed its end."""
     import socket
 
     fds: list[int] = []

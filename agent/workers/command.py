@@ -1,7 +1,7 @@
-"""The command line of a worker: which interpreter, with which of its options, in front of the program. Pure but for `find_program`.
+"""The command line of a worker: which interpreter, with which of its options, in front of which program.
 
-The interpreter's options are those the launcher itself was started with (`python -X dev -W error -m hyperpodrun ...`), read from the command line as
-typed: sys.warnoptions also holds what PYTHONWARNINGS says, and the worker would get that twice.
+The interpreter's options are those the launcher itself was started with (`python -X dev -W error -m hyperpodrun ...`), read
+from the command line as typed: sys.warnoptions also holds what PYTHONWARNINGS says, and the worker would get that twice.
 Source: CPython Python/getopt.c (SHORT_OPTS), POSIX exit codes 126 and 127.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from hyperpodrun.agent.wire.launch import Program
 
 _WITH_VALUE = frozenset("WX")
-# How the launcher finds its own modules is not how the training script finds its: distributions put -s, -P, -E or -I in the first line of
-# installed commands. The rest of the ones left out only make sense for the launcher itself.
+# How the launcher finds its own modules is not how the training script finds its: distributions put -s, -P, -E or -I in the
+# first line of installed commands. The others left out only make sense for the launcher itself.
 _LAUNCHERS_OWN = frozenset("IEsSPixuchmV?")
 _RUN_PATH = "import runpy, sys; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 

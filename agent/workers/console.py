@@ -3,7 +3,8 @@
 Theory. Whoever holds the other end may be slow, stopped or gone; training must not notice. So nothing is written that could
 block: pipes and terminals are opened once more through /proc/self/fd with O_NONBLOCK (an open file description of our own: the
 flags that a shell shares with us stay as they are), sockets take MSG_DONTWAIT, regular files are written directly. Where
-opening again is refused (another user's pipe), poll first and write no more than what poll promises to take.
+opening again is refused (another user's), a pipe is polled first and given no more than polling promises, and a terminal is
+made non-blocking for the moment of each write.
 
 What cannot be written yet is a backlog of unrendered pieces. Prefixes and line ends are rendered on the way out, so that pieces
 can be dropped from the backlog without tearing what remains.
@@ -37,6 +38,7 @@ _JOIN_BYTES = 4096  # smaller neighbours of one voice are queued as one piece
 _BATCH_BYTES = 64 * 1024
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FULL_DISK_RETRY_S = 1.0
+_NO_ROOM_RETRY_S = 0.02
 _TIOCGDEV = 0x80045432
 _MSG_DONTWAIT = 0x40
 
@@ -87,8 +89,10 @@ class Console:
             self._own_fd = _open_again(fd, self.is_terminal)
             if self._own_fd >= 0:
                 self._fd = self._own_fd
-            elif self.is_terminal or stat.S_ISFIFO(kind):
-                self._put = _polite_put(fd, 256 if self.is_terminal else select.PIPE_BUF)
+            elif self.is_terminal:
+                self._put = _hasty_put(fd)
+            elif stat.S_ISFIFO(kind):
+                self._put = _polite_put(fd)
 
     @property
     def backlog_bytes(self) -> int:
@@ -166,7 +170,7 @@ class Console:
             self._on_drop()
 
     def _flush(self) -> None:
-        before_bytes = self.backlog_bytes
+        before_bytes, wrote = self.backlog_bytes, False
         try:
             while self._head or self._queue:
                 if not self._head and not self._fill():
@@ -174,18 +178,19 @@ class Console:
                 count = self._put(self._head)
                 self._head = self._head[count:]
                 if count:
+                    wrote = True
                     self._progress_s = self._reactor.now_s()
         except BlockingIOError:
-            self._wait(True)
+            if self._waiting and not wrote:  # a terminal may poll writable and take nothing: don't spin
+                self._try_later(_NO_ROOM_RETRY_S)
+            else:
+                self._wait(True)
         except OSError as error:
             self.trouble = os.strerror(error.errno or 0)
             if error.errno not in _FULL_DISK:
                 self.close()  # EPIPE, EIO (a terminal that hung up): nobody will ever read this again
                 return
-            self._wait(False)
-            if self._retry is None:
-                self._retry = self._reactor.call_later(_FULL_DISK_RETRY_S, self._try_again)
-            return
+            self._try_later(_FULL_DISK_RETRY_S)
         else:
             self._wait(False)
             self._flushed()
@@ -209,6 +214,11 @@ class Console:
 
     def _send(self, data: memoryview) -> int:
         return self._socket.send(data, _MSG_DONTWAIT) if self._socket is not None else 0
+
+    def _try_later(self, delay_s: float) -> None:
+        self._wait(False)
+        if self._retry is None:
+            self._retry = self._reactor.call_later(delay_s, self._try_again)
 
     def _try_again(self) -> None:
         self._retry = None
@@ -267,14 +277,29 @@ def _open_terminal(fd: int, flags: int) -> int:
     return -1
 
 
-def _polite_put(fd: int, most_bytes: int) -> Put:
+def _polite_put(fd: int) -> Put:
+    """A pipe that polls writable takes PIPE_BUF bytes without blocking."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
 
     def put(data: memoryview) -> int:
         if not poll.poll(0):
             raise BlockingIOError
-        return os.write(fd, data[:most_bytes])
+        return os.write(fd, data[: select.PIPE_BUF])
+
+    return put
+
+
+def _hasty_put(fd: int) -> Put:
+    """A terminal promises nothing by polling writable. So the flag is set on the shared description, for one write at a time."""
+
+    def put(data: memoryview) -> int:
+        blocks = os.get_blocking(fd)
+        os.set_blocking(fd, False)
+        try:
+            return os.write(fd, data)
+        finally:
+            os.set_blocking(fd, blocks)
 
     return put
 

@@ -1,7 +1,7 @@
 """The environment and arguments of one rank, and of the process that its workers are forked from. Pure.
 
-Facts about torchrun's variables: torch.distributed.elastic, `LocalElasticAgent._start_workers` and `run.config_from_args` (torch 2.13).
-Whatever an outer job or a shell left of the variables that describe a rank is replaced, never merged.
+Facts about torchrun's variables: torch.distributed.elastic, `LocalElasticAgent._start_workers` and `run.config_from_args`
+(torch 2.13). Whatever an outer job or a shell left of the variables that describe a rank is replaced, never merged.
 """
 
 import os
@@ -61,8 +61,8 @@ def worker_env(
 ) -> list[tuple[bytes, bytes]]:
     """The whole environment of one rank.
 
-    `group_rank` is the node's rank, `group_world_size` the number of nodes; `visible_device` becomes CUDA_VISIBLE_DEVICES (None: as inherited).
-    There is one role, so the rank within it is the rank.
+    `group_rank` is the node's rank, `group_world_size` the number of nodes; `visible_device` becomes CUDA_VISIBLE_DEVICES
+    (None: as inherited). There is one role, so the rank within it is the rank.
     """
     env = common_env(config, base_env)
     own: dict[str, str | int | bool] = {

@@ -10,7 +10,6 @@ The file belongs to the user's program: it may be missing, half written, huge, n
 
 import os
 import signal
-import stat
 
 import msgspec
 
@@ -45,7 +44,7 @@ def gather(error_file: str | None, tail: Tail, status: int) -> Evidence:
 
 def read_error_file(path: str) -> Recorded | None:
     """The error file's content; None when there is none that can be read and understood."""
-    raw = _read_regular_file(path, ERROR_FILE_LIMIT_BYTES)
+    raw = _read_file(path, ERROR_FILE_LIMIT_BYTES)
     if not raw:
         return None
     try:
@@ -77,16 +76,13 @@ def _whole_seconds(value: object) -> int | None:
     return seconds if seconds > 0 else None
 
 
-def _read_regular_file(path: str, limit_bytes: int) -> bytes | None:
-    """The whole file; None when it is missing, unreadable, longer than the limit, or no regular file (a FIFO would block)."""
+def _read_file(path: str, limit_bytes: int) -> bytes | None:
+    """At most `limit_bytes` of the file (cut JSON is no JSON); None when it cannot be read. Does not block on a FIFO."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError):
         return None
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > limit_bytes:
-            return None
         chunks = []
         left = limit_bytes
         while left and (chunk := os.read(fd, min(left, 1 << 20))):

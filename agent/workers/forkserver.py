@@ -6,8 +6,8 @@ States
     forking   a `Fork` was sent, its answer is out
     gone      the process has ended, or was told to (then its death is no news)
 
-Invariants: at most one `Fork` is out; its answer is given to whoever asked, unless `discard` was called, after which its workers find their gate
-closed. Everything the process has sent is handled before its death is. The messages are those of wire/launch.py, the other half is
+Invariants: at most one `Fork` is out; after `discard` its workers find their gate closed, whatever the answer. Everything the
+process has sent is handled before its death is. The messages are those of wire/launch.py, the other half is
 hyperpodrun/worker/forkserver.py.
 """
 
@@ -29,7 +29,7 @@ _PACKET_BYTES = 1 << 18
 
 
 class Forkserver:
-    """`on_message` gets Ready, Unfit, Forked and Failed; `on_death` the sentence of an unexpected end, and the state it came in."""
+    """`on_message` gets Ready, Unfit, Forked and Failed; `on_death` how the process ended unexpectedly, and in which state."""
 
     def __init__(
         self, reactor: Reactor, on_message: Callable[[launch.FromForkserver], None], on_death: Callable[[str, State], None]
@@ -39,7 +39,6 @@ class Forkserver:
         self._on_death = on_death
         self._line: socket.socket | None = None
         self._gate: Gate | None = None
-        self._discarding = False
         self.pid: int | None = None
         self.state: State = "gone"
 
@@ -52,8 +51,9 @@ class Forkserver:
     ) -> None:
         """Start the process in the background; `streams` stay the caller's. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line_fd = raised(theirs.fileno())
+        line_fd = -1
         try:
+            line_fd = raised(theirs.fileno())
             pid = os.posix_spawn(
                 os.fsdecode(argv[0]),
                 list(argv),
@@ -69,10 +69,11 @@ class Forkserver:
             ours.close()
             raise
         finally:
-            os.close(line_fd)
+            if line_fd >= 0:
+                os.close(line_fd)
             theirs.close()
         ours.setblocking(False)
-        self.pid, self._line, self.state, self._discarding = pid, ours, "loading", False
+        self.pid, self._line, self.state = pid, ours, "loading"
         self._reactor.on_readable(ours.fileno(), self._read)
         watch_child(pid, lambda status: self._died(pid, status))
 
@@ -100,7 +101,6 @@ class Forkserver:
         if self._gate is not None:
             self._gate.close()
             self._gate = None
-        self._discarding = self.state == "forking"
 
     def kill(self) -> None:
         """End the process now; its death is no news."""
@@ -130,12 +130,10 @@ class Forkserver:
             self._take(msgspec.msgpack.decode(packet, type=launch.FromForkserver))
 
     def _take(self, message: launch.FromForkserver) -> None:
-        discard, self._discarding = self._discarding, False
         self.state = "gone" if isinstance(message, launch.Unfit) else "ready"
         if isinstance(message, launch.Failed):
             self.discard()
-        if not (discard and isinstance(message, launch.Forked | launch.Failed)):
-            self._on_message(message)
+        self._on_message(message)
 
     def _died(self, pid: int, status: int) -> None:
         if pid != self.pid:
@@ -147,5 +145,9 @@ class Forkserver:
         self.discard()
         if state != "gone":
             number = exit_codes.signal_of_wait_status(status)
-            how = f"was ended by {exit_codes.signal_name(number)}" if number else f"exited with code {exit_codes.from_wait_status(status)}"
+            how = (
+                f"was ended by {exit_codes.signal_name(number)}"
+                if number
+                else f"exited with code {exit_codes.from_wait_status(status)}"
+            )
             self._on_death(how, state)

@@ -17,6 +17,7 @@ Invariants
 `handle(event, now_s)` is the only door; it gives effects. `next_deadline_s` says when to send `Tick`.
 """
 
+import signal
 from enum import Enum
 from typing import Literal
 
@@ -46,9 +47,9 @@ class End(msgspec.Struct, frozen=True):
     pid: int
     status: int | None
     at_s: float
-    signalled: bool
-    """We had sent it a signal before it ended."""
-    hung: bool
+    sent: tuple[int, ...] = ()
+    """The signals that we had sent it before it ended."""
+    hung: bool = False
     """It was stopped because it would not end by itself."""
 
     @property
@@ -178,7 +179,7 @@ class WorkerGroup:
         self._cause: Cause | None = None
         self._ladder: Ladder | None = None
         self._skew_deadline_s: float | None = None
-        self._signalled: set[int] = set()
+        self._sent: dict[int, tuple[int, ...]] = {}
         self._hung: set[int] = set()
         self._stop_after_start: Stop | None = None
 
@@ -226,7 +227,7 @@ class WorkerGroup:
         return []
 
     def _exited(self, local_rank: int, status: int, now_s: float) -> list[Effect]:
-        end = End(local_rank, self.alive.pop(local_rank), status, now_s, local_rank in self._signalled, local_rank in self._hung)
+        end = End(local_rank, self.alive.pop(local_rank), status, now_s, self._sent.get(local_rank, ()), local_rank in self._hung)
         self.ends.append(end)
         effects: list[Effect] = []
         if self.state is State.RUNNING:
@@ -263,7 +264,7 @@ class WorkerGroup:
         self._cause = cause
         if cause == "skew":
             self._hung = set(self.alive)
-        at_once = kill or exit_codes.signal_name(self.shutdown_signal) == "SIGKILL"
+        at_once = kill or self.shutdown_signal == signal.SIGKILL
         self._ladder = Ladder(now_s, self.shutdown_timeout_s, hung=cause == "skew", kill=at_once)
         return self._rung(self._ladder.rung, now_s)
 
@@ -280,15 +281,25 @@ class WorkerGroup:
             case Rung.DUMP:
                 return [DumpStacks(left, f"not done {self.skew_timeout_s:g} s after the first rank")]
             case Rung.ASK:
-                self._signalled |= set(left)
+                self._note_sent(left, self.shutdown_signal)
                 return [Ask(left)]
             case Rung.DUMP_LATE:
-                return [DumpStacks(left, f"still running {self.shutdown_timeout_s:g} s after {exit_codes.signal_name(self.shutdown_signal)}")]
+                return [
+                    DumpStacks(
+                        left, f"still running {self.shutdown_timeout_s:g} s after {exit_codes.signal_name(self.shutdown_signal)}"
+                    )
+                ]
             case Rung.KILL:
-                self._signalled |= set(left)
+                self._note_sent(left, signal.SIGKILL)
                 return [Kill(left)]
             case Rung.GIVE_UP:
                 for local_rank in left:
-                    self.ends.append(End(local_rank, self.alive.pop(local_rank), None, now_s, True, local_rank in self._hung))
+                    self.ends.append(
+                        End(local_rank, self.alive.pop(local_rank), None, now_s, self._sent[local_rank], local_rank in self._hung)
+                    )
                 return self._sweep()
         return []
+
+    def _note_sent(self, local_ranks: tuple[int, ...], number: int) -> None:
+        for local_rank in local_ranks:
+            self._sent[local_rank] = (*self._sent.get(local_rank, ()), number)

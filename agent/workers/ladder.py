@@ -2,9 +2,9 @@
 
 | rung | what happens | until |
 |---|---|---|
-| DUMP | hung ranks only: their stacks are printed, so that the reason of the hang is known | 0.5 s |
+| DUMP | hung ranks only: their stacks are printed, so that the reason of the hang is known | 1 s |
 | ASK | the shutdown signal to each worker's main process; its own children live on, they serve its last save | shutdown timeout |
-| DUMP_LATE | it did not leave in time: stacks of those that are left | 0.5 s |
+| DUMP_LATE | it did not leave in time: stacks of those that are left | 1 s |
 | KILL | SIGKILL to everything in the workers' sessions | 5 s |
 | GIVE_UP | what SIGKILL does not end sits in the kernel (state D): reported, not waited for | - |
 
@@ -13,7 +13,7 @@ The ladder only ever goes down. SIGKILL as shutdown signal starts at KILL. Pure:
 
 from enum import Enum
 
-DUMP_S = 0.5
+DUMP_S = 1.0
 KILL_WAIT_S = 5.0
 
 

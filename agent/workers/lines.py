@@ -20,7 +20,7 @@ import msgspec
 
 HELD_BYTES = 64 * 1024
 """A line longer than this is shown in pieces as it comes."""
-LAST_LINES = 50
+LAST_LINES = 400
 LAST_BYTES = 32 * 1024
 
 
@@ -35,16 +35,19 @@ def to_bytes(text: str) -> bytes:
 class Voice:
     """Who speaks on a screen: one stream (or several that share a line, when `exact`).
 
-    `vital`: never dropped from a backlog (the launcher's own words). `exact`: no byte is ever left out.
+    `vital`: never dropped from a backlog (the launcher's own words). `exact`: no byte is ever left out. `redraws`: it is shown
+    on a terminal, where a carriage return lets the rest of the line overwrite the prefix: it gets it once more.
     A voice belongs to one screen.
     """
 
-    __slots__ = ("broken", "exact", "prefix", "vital")
+    __slots__ = ("broken", "exact", "prefix", "redraws", "returned", "vital")
 
-    def __init__(self, prefix: bytes = b"", *, vital: bool = False, exact: bool = False) -> None:
+    def __init__(self, prefix: bytes = b"", *, vital: bool = False, exact: bool = False, redraws: bool = False) -> None:
         self.prefix = prefix
         self.vital = vital
         self.exact = exact
+        self.redraws = redraws and bool(prefix)
+        self.returned = False  # the last byte it wrote was a carriage return
         self.broken = False  # its open line was ended by an added newline
 
 
@@ -73,6 +76,12 @@ class Screen:
                 head = b"\n" + prefix
         elif not data:
             return b""
+        elif voice.returned and data[0] not in b"\r\n":
+            head = prefix
+        if voice.redraws:
+            voice.returned = data.endswith(b"\r")
+            if b"\r" in data:
+                data = _redrawn(data, prefix)
         whole = data.endswith(b"\n")
         self._speaker = None if whole else voice
         if prefix:
@@ -94,6 +103,12 @@ class Screen:
         voice.broken = False
         if voice is self._speaker:
             self._speaker = Voice()
+
+
+def _redrawn(data: bytes, prefix: bytes) -> bytes:
+    import re  # only where there are progress bars
+
+    return re.sub(rb"\r(?=[^\r\n])", lambda _: b"\r" + prefix, data)
 
 
 class Held:

@@ -169,7 +169,7 @@ class Output:
         self._close_attempt()
         if self._incomplete:
             path, missing_bytes = next(iter(self._incomplete.items()))
-            others = f", and {len(self._incomplete) - 1} more files are incomplete" if len(self._incomplete) > 1 else ""
+            others = f" (incomplete log files in all: {len(self._incomplete)})" if len(self._incomplete) > 1 else ""
             self.say(f"{missing_bytes} bytes are missing in {path}{others}")
         if dropped_bytes := sum(console.dropped_bytes for console in self._consoles if not console.closed):
             self.say(f"{dropped_bytes} bytes of output were not shown: the console was too slow. {self._advice()}")
@@ -224,7 +224,8 @@ class Output:
         hidden = config.local_ranks_filter is not None and local_rank not in config.local_ranks_filter
         brake = self._stdout if name == "stdout" else self._stderr
         prefix = self._prefix(local_rank)
-        voice = Voice(_coloured(prefix, self._ranks[local_rank]) if _has_colour(brake.console) else prefix)
+        shown_prefix = _coloured(prefix, self._ranks[local_rank]) if _has_colour(brake.console) else prefix
+        voice = Voice(shown_prefix, redraws=brake.console.is_terminal)
         if self._exact:
             shares = name == "stderr" and self._stdout is self._stderr
             voice = self._streams[local_rank, "stdout"].voice if shares else Voice(exact=True)

@@ -2,7 +2,7 @@
 
 Pure: values in, plain text out (no colour, no time of day, nothing looked up), so that a report can be tested word for word.
 Order of the parts, each only where there is something to say: head line, hints, traceback, last lines of output, files, other
-ranks, stacks of hung ranks, next step. Everything a report claims has a source: an OOM kill is named only when the cgroup's
+ranks, next step. Everything a report claims has a source: an OOM kill is named only when the cgroup's
 counter rose, an exception only when it ended the process.
 """
 
@@ -32,31 +32,23 @@ class FailedRank(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence = Evidence()
     tail: Tail = Tail()
     log_files: tuple[str, ...] = ()
-    stacks: str = ""
-    """Stacks of a hung rank, taken before it was killed."""
 
 
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent knows beside the ranks.
 
-    `started_at_s`: monotonic time of this attempt's start. `attempt` counts from 0. `restarts_left` is counted after the
-    decision: with `restarting` it is what remains once this restart has been used. `exit_code` is the job's, when it ends.
-    `oom_kills` is by how much the cgroup's counter rose during the attempt (None: not known).
+    `started_at_s`: monotonic time of this attempt's start. `restart_count` is that of the attempt, 0 for the first. `next_step`
+    says what happens now. `oom_kills` is by how much the cgroup's counter rose during the attempt (None: not known).
     """
 
     host: str
     started_at_s: float
-    attempt: int
-    max_restarts: int
-    restarts_left: int
-    restarting: bool
-    exit_code: int
+    restart_count: int
+    next_step: str
     program: str = ""
     oom_kills: int | None = None
     memory_limit_bytes: int | None = None
     shm: ShmFigures | None = None
-    next_step: str = ""
-    """Replaces the sentence about restarts, where something else decides."""
 
 
 def ending(status: int) -> str:
@@ -77,8 +69,8 @@ def headline(root: FailedRank, about: Circumstances) -> str:
         what = f"was hung and had to be stopped ({ending(end.status)})"
     line = f"rank {end.rank} (local rank {end.local_rank}, pid {end.pid}) on {about.host} {what}"
     line += f", {_seconds(end.at_s - about.started_at_s)} after the start"
-    if about.max_restarts:
-        line += f" (attempt {about.attempt + 1} of at most {about.max_restarts + 1})"
+    if about.restart_count:
+        line += f" (restart {about.restart_count})"
     if cause := exception_line(root):
         line += f": {cause}" if _exception_is_certain(root) else f"; the last exception in its output is {cause}"
     return line
@@ -106,31 +98,14 @@ def render(root: FailedRank, others: Sequence[FailedRank], about: Circumstances)
     if root.log_files:
         lines += ["log files: " + ", ".join(root.log_files)]
     lines += _others(root, others)
-    for failed in sorted([root, *others], key=lambda failed: failed.end.rank):
-        if failed.stacks:
-            lines.append(f"stacks of rank {failed.end.rank} before it was stopped:")
-            lines += _indent(_lines(failed.stacks, 2 * TRACEBACK_LINES))
-    lines.append(next_step(about))
+    lines.append(about.next_step)
     return "\n".join(lines)
-
-
-def next_step(about: Circumstances) -> str:
-    """ "restarting, 2 of 3 restarts left" or "no restarts left, the job ends with exit code 5"."""
-    if about.next_step:
-        return about.next_step
-    if about.restarting:
-        return f"restarting, {about.restarts_left} of {about.max_restarts} restarts left"
-    if about.max_restarts and about.restarts_left <= 0:
-        return f"no restarts left, the job ends with exit code {about.exit_code}"
-    return f"the job ends with exit code {about.exit_code}"
 
 
 def hints(root: FailedRank, about: Circumstances) -> list[str]:
     """Sentences on what this kind of end usually means and what to do; each backed by something measured."""
     number = signal_of_wait_status(root.end.status)
     code = None if number is not None else from_wait_status(root.end.status)
-    if root.end.hung:
-        return []  # the signal is ours
     found = []
     if about.oom_kills and number == signal.SIGKILL and not root.end.signalled:
         limit = f" (memory limit {_size(about.memory_limit_bytes)})" if about.memory_limit_bytes else ""
@@ -140,12 +115,12 @@ def hints(root: FailedRank, about: Circumstances) -> list[str]:
             "give the job more memory, or use less (smaller batches, fewer DataLoader workers)"
         )
     elif number == signal.SIGKILL and not root.end.signalled:
-        known = "the cgroup's OOM counter did not rise; " if about.oom_kills == 0 else ""
-        found.append(f"{known}SIGKILL came from outside this launcher (a person, the scheduler, or the kernel: see dmesg)")
+        known = " and the cgroup's OOM counter did not rise" if about.oom_kills == 0 else ""
+        found.append(f"this launcher sent no SIGKILL{known}: look for a person, a scheduler, or the kernel's log (dmesg)")
     elif about.oom_kills:
         found.append("the kernel's OOM killer struck in this cgroup during this attempt: maybe a child process of this rank")
     if number == signal.SIGTERM and not root.end.signalled:
-        found.append("SIGTERM came from outside this launcher, which had sent none")
+        found.append("this launcher sent no SIGTERM: the program itself, a person or a scheduler did")
     if shm := _shm_hint(root, number, about.shm):
         found.append(shm)
     if number in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE) and not _faulted(root):
@@ -154,10 +129,13 @@ def hints(root: FailedRank, about: Circumstances) -> list[str]:
         found.append("an instruction this CPU does not have: a library built for another CPU model")
     if number == signal.SIGABRT and not exception_line(root):
         found.append("abort(): a failed check in native code (its message is in the output), or a watchdog that gave up waiting")
+    program = f" (the program is {about.program})" if about.program else ""
     if code == 127:
-        found.append("code 127: a command was not found")
+        found.append(f"by code 127 shells report that a command was not found{program}")
     if code == 126:
-        found.append("code 126: a command was found but is not executable")
+        found.append(f"by code 126 shells report that a command was found but cannot be executed{program}")
+    if code is not None and 128 < code <= 128 + 31:
+        found.append(f"by this code shells and some wrappers report that a child was killed by {signal_name(code - 128)}")
     if root.evidence.victim:
         found.append("its words say that a peer was lost, but no other rank here is to blame: look at the other nodes' reports")
     return found
@@ -183,7 +161,10 @@ def _others(root: FailedRank, others: Sequence[FailedRank]) -> list[str]:
 
 def _other(root: FailedRank, other: FailedRank) -> str:
     delay_s = other.end.at_s - root.end.at_s
-    when = f"{_seconds(delay_s)} later" if delay_s >= 0 else f"seen {_seconds(-delay_s)} earlier"
+    if abs(delay_s) < 0.05:
+        when = "at the same time"
+    else:
+        when = f"{_seconds(delay_s)} later" if delay_s > 0 else f"seen {_seconds(-delay_s)} earlier"
     line = f"rank {other.end.rank} {ending(other.end.status)}, {when}"
     if other.end.hung:
         return f"{line}: it was hung"
@@ -270,8 +251,7 @@ def _cut(line: str, most: int) -> str:
 
 
 def _first_line(text: str) -> str:
-    stripped = text.strip()
-    return stripped.splitlines()[0] if stripped else ""
+    return plain(text.strip().partition("\n")[0])
 
 
 def _seconds(duration_s: float) -> str:

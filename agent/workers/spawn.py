@@ -1,7 +1,7 @@
 """`--start-method spawn`: a fresh process for each worker, through the prelude (hyperpodrun/worker/prelude.py).
 
-All processes are made first and wait at the gate, one pipe; then the agent is told their pids, then the gate opens. So a start that fails or is
-called off half-way has run nothing of the user's, and no worker can end before the agent knows it.
+All processes are made first and wait at the gate, one pipe; then the agent is told their pids, then the gate opens. So a start
+that fails or is called off half-way has run nothing of the user's, and no worker can end before the agent knows it.
 """
 
 import errno
@@ -63,7 +63,9 @@ def raised(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
 
 
-def spawn_worker(python: str, prelude: str, worker: Worker, program: bytes, argv: Sequence[bytes], streams: tuple[int, int], gate: Gate) -> int:
+def spawn_worker(
+    python: str, prelude: str, worker: Worker, program: bytes, argv: Sequence[bytes], streams: tuple[int, int], gate: Gate
+) -> int:
     """Make the process of one worker, which will execute `program` as `argv`; its pid. Raises OSError."""
     cpus = ",".join(map(str, worker.cpus or ()))
     gate_fd = raised(gate.read_fd)
@@ -87,7 +89,11 @@ class Spawner:
     """Starts one attempt's workers at a time."""
 
     def __init__(
-        self, reactor: Reactor, watch_child: Callable[[int, Callable[[int], None]], None], prelude: str, programs: Callable[[Worker], Command]
+        self,
+        reactor: Reactor,
+        watch_child: Callable[[int, Callable[[int], None]], None],
+        prelude: str,
+        programs: Callable[[Worker], Command],
     ) -> None:
         self._reactor = reactor
         self._watch_child = watch_child
@@ -104,14 +110,16 @@ class Spawner:
         on_failed: Callable[[str, int], None],
     ) -> None:
         """See WorkerStarter.start; both callbacks come from the loop, never from within this call."""
-        gate = Gate()
+        gate: Gate | None = None
         pids: list[tuple[int, int]] = []
         try:
+            gate = Gate()
             for worker, pair in zip(workers, streams, strict=True):
                 program, argv = self._command(worker)
                 pids.append((worker.local_rank, spawn_worker(sys.executable, self._prelude, worker, program, argv, pair, gate)))
         except (OSError, NotExecutable) as error:
-            gate.close()
+            if gate is not None:
+                gate.close()
             self._fail([pid for _, pid in pids], error, on_failed)
             return
         gate.handed_over()
@@ -138,7 +146,10 @@ class Spawner:
         if isinstance(error, NotExecutable):
             sentence, code = str(error), error.code
         else:
-            sentence, code = f"the workers cannot be started: {error.strerror}; {HINTS.get(error.errno or 0, 'see execve(2)')}", exit_codes.CONFIG
+            sentence, code = (
+                f"the workers cannot be started: {error.strerror}; {HINTS.get(error.errno or 0, 'see execve(2)')}",
+                exit_codes.CONFIG,
+            )
         left = set(pids)
 
         def gone(pid: int) -> None:

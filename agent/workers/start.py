@@ -1,8 +1,8 @@
 """Starting the workers of one attempt: from the forkserver where that is right, else an interpreter each.
 
-The forkserver is given up for the rest of the job, with one sentence to the user, when it cannot preload or turns out unfit, and when it died twice
-without having started workers in between. Programs that are no Python, other interpreters and tools that watch interpreters start
-are spawned from the beginning.
+The forkserver is given up for the rest of the job, with one sentence to the user, when it cannot preload or turns out unfit,
+and when it died twice without having started workers in between. Programs that are no Python, other interpreters and tools that
+watch interpreters start are spawned from the beginning.
 
 One start at a time: *idle*, *waiting* (for the forkserver to be ready), *under way* (asked; pids not known yet), then idle again.
 """
@@ -30,8 +30,9 @@ class _Attempt(msgspec.Struct):
 
 
 class WorkerStarter:
-    """`base_env` is the agent's environment, launcher's mark included; `watch_child(pid, callback)` tells the wait status of a child the agent reaped;
-    `open_helper(name)` gives a helper's stdout and stderr (closed here); `say` shows the user a sentence."""
+    """`base_env` is the agent's environment, launcher's mark included; `watch_child(pid, callback)` tells the wait status of a
+    child the agent reaped; `open_helper(name)` gives a helper's stdout and stderr (closed here); `say` shows the user a sentence.
+    """
 
     def __init__(
         self,
@@ -73,9 +74,10 @@ class WorkerStarter:
             self._python, *self._flags, os.path.join(self._folder, "forkserver.py"), str(os.getpid()), program.run_as,
             ",".join(self._config.preload), str(len(self._flags)), *self._flags, program.target, *program.args,
         ]  # fmt: skip
-        streams = self._open_helper("forkserver")
+        streams: tuple[int, ...] = ()
         try:
-            self._server.begin([os.fsencode(word) for word in argv], self._env, streams, self._watch_child)
+            streams = out, err = self._open_helper("forkserver")
+            self._server.begin([os.fsencode(word) for word in argv], self._env, (out, err), self._watch_child)
         except OSError as error:
             self._spawn_from_now_on(f"the process to fork them from cannot be started ({error.strerror})")
         finally:
@@ -91,9 +93,9 @@ class WorkerStarter:
     ) -> None:
         """Start these workers; `streams` are the write ends of each one's stdout and stderr, and stay the caller's.
 
-        One of the two callbacks comes later, from the loop, unless `cancel` comes first. `on_started` gets (local rank, pid) of all: children of this
-        process that have run nothing of the user's before it returns. `on_failed` gets a sentence and the launcher's
-        exit code for it; nothing of this attempt runs any more then.
+        One of the two callbacks comes later, from the loop, unless `cancel` comes first. `on_started` gets (local rank, pid) of
+        all: children of this process that have run nothing of the user's before it returns. `on_failed` gets a sentence and the
+        launcher's exit code for it; nothing of this attempt runs any more then.
         """
         self._waiting = _Attempt(workers, streams, on_started, on_failed)
         self.prepare()
@@ -126,6 +128,9 @@ class WorkerStarter:
             self._waiting = None
             try:
                 self._server.fork(attempt.workers, attempt.streams)
+            except ConnectionError:
+                self._waiting = attempt  # the process is dead; the kernel will say so in a moment
+                return
             except OSError as error:
                 hint = spawn.HINTS.get(error.errno or 0, "see unix(7)")
                 reason = f"the workers cannot be started: {error.strerror}; {hint}"

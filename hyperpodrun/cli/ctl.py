@@ -68,7 +68,7 @@ def _run(words: list[str]) -> int:
         meant = nearest(command, ["status", *LATER])
         hint = f"did you mean {meant}?" if meant else f"see {PROGRAM} --help"
         raise Refusal(f"no such command: {quoted(command)}; {hint}")
-    surplus = [word for word in words if word not in ("status", "--json")] or words[2:]
+    surplus = [word for at, word in enumerate(words) if word not in ("status", "--json") or word in words[:at]]
     if surplus:
         raise Refusal(f"{quoted(surplus[0])} is not allowed here; allowed: {PROGRAM} status [--json]")
     from hyperpodrun.cli import jobs

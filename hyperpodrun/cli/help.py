@@ -29,14 +29,14 @@ INTRODUCTION = (
 )
 FOOTNOTE = (
     "Each option is also the variable HYPERPODRUN_<NAME> or PET_<NAME>, such as PET_NPROC_PER_NODE=4; an option beats a "
-    "variable. Dashes and underscores in names are the same. Times are in seconds. Options marked * are checked now and take effect "
-    "with a later release, or ask for something that this launcher does not need; it says so when they are given."
+    "variable. Dashes and underscores in names are the same. Times are in seconds. Options marked * are checked now and take "
+    "effect with a later release, or ask for something that this launcher does not need; it says so when they are given."
 )
 
 
-def help_text(stream: TextIO) -> str:
-    """The help as it suits that stream: escape codes only for a terminal."""
-    terminal = stream.isatty()
+def help_text(stream: TextIO | None) -> str:
+    """The help as it suits that stream (None: it is closed): escape codes only for a terminal."""
+    terminal = stream is not None and stream.isatty()
     sink = io.StringIO()
     console = Console(
         file=sink, force_terminal=terminal, width=_columns(stream, terminal), highlight=False, emoji=False, markup=False
@@ -57,11 +57,11 @@ def help_text(stream: TextIO) -> str:
     return "\n".join(line.rstrip() for line in sink.getvalue().split("\n"))
 
 
-def _columns(stream: TextIO, terminal: bool) -> int:
+def _columns(stream: TextIO | None, terminal: bool) -> int:
     columns = os.environ.get("COLUMNS", "")
     if columns.isascii() and columns.isdigit() and len(columns) < 5:
         width = int(columns)
-    elif terminal:
+    elif stream is not None and terminal:
         try:
             width = os.get_terminal_size(stream.fileno()).columns
         except (OSError, ValueError):

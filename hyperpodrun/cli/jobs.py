@@ -28,7 +28,7 @@ def running() -> list[Job]:
 
 def _status(folder: str) -> Status | None:
     try:
-        with open(os.path.join(folder, run_dir.STATUS), "rb") as file:  # noqa: PTH118
+        with open(os.path.join(folder, run_dir.STATUS), "rb") as file:
             return msgspec.json.decode(file.read(), type=Status)
     except (OSError, msgspec.MsgspecError, UnicodeError):
         return None

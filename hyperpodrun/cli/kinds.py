@@ -15,7 +15,7 @@ from hyperpodrun.cli.refusal import quoted
 LARGEST_COUNT = 1 << 20
 
 
-class BadValueError(ValueError):
+class BadValueError(Exception):
     """The text is no value of this kind; its own text is the reason, or empty when `allowed` says it all."""
 
 

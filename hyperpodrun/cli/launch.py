@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str], keeper: "KeeperLink") -> int:
-    """Run the job that `argv` (without the program's name) and the environment describe; return the exit code."""
+    """Run the job that `argv` (without the program's name) and the environment describe; return the exit code.
+
+    A job without a name is called after the keeper's mark: an agent that replaces a dead one then finds the same name.
+    """
     try:
         line = parse.split(argv)
         if "help" in line.given:
@@ -32,7 +35,7 @@ def main(argv: list[str], keeper: "KeeperLink") -> int:
 
             return show("hyperpodrun", f"hyperpodrun {__version__}\n")
         settings = parse.settle(line, os.environ)
-        config = resolve(line, settings, os.environ)
+        config = resolve(line, settings, os.environ, keeper.family[:12])
         if settings.on("dry-run"):
             from hyperpodrun.cli.plan import plan
 

@@ -69,6 +69,33 @@ def _own_tasks(uid: int) -> int:
     return count
 
 
+def check_host(host: str, source: str) -> None:
+    """Refuse a host that this machine has no address for: torch would try again and again for half an hour."""
+    import socket
+
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise MachineRefusal(
+            f"{source}: the host {quoted(host)} cannot be resolved ({reason}); give an address, or a name that this machine knows"
+        ) from None
+
+
+def loopback_works() -> bool:
+    """Whether there is a route to this machine itself. A fresh network namespace has none."""
+    import socket
+
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))  # of a datagram socket: asks for the route, sends nothing
+            return True
+        except OSError:
+            continue
+    return False
+
+
 def check_log_dir(path: str, source: str, *, create: bool) -> None:
     """Refuse when log files could not be written below `path`. With `create` the folder is made and really written to."""
     try:
@@ -76,7 +103,7 @@ def check_log_dir(path: str, source: str, *, create: bool) -> None:
             raise NotADirectoryError(0, "it is not a directory")
         if create:
             os.makedirs(path, exist_ok=True)
-            probe = os.path.join(path, f".hyperpodrun-{os.getpid()}-{os.urandom(4).hex()}")  # noqa: PTH118
+            probe = os.path.join(path, f".hyperpodrun-{os.getpid()}-{os.urandom(4).hex()}")
             os.mkdir(probe)
             os.rmdir(probe)
             return
@@ -90,14 +117,3 @@ def check_log_dir(path: str, source: str, *, create: bool) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise MachineRefusal(f"{source}: log files cannot be written under {quoted(path)}: {reason}") from None
-
-
-def find_program(name: str, search: str) -> str | None:
-    """Path of an executable file as execvp(3) would find it in the folders of `search` (a PATH), else None."""
-    if not name or "\0" in name:
-        return None
-    for folder in [""] if "/" in name else search.split(os.pathsep):
-        path = f"{folder}/{name}" if folder else name if "/" in name else f"./{name}"
-        if os.path.isfile(path) and os.access(path, os.X_OK):
-            return path
-    return None

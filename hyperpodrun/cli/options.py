@@ -40,6 +40,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     unset: str = ""
     help: str
     note: str | None = None
+    note_alone: str | None = None
+    """Like `note`, for jobs of one node only."""
     quiet: tuple[str, ...] = ()
     further_variables: tuple[str, ...] = ()
     merges: bool = False
@@ -72,7 +74,7 @@ def _not_yet(effect: str) -> str:
 
 
 _INPROCESS = _not_yet("faults are answered by restarting processes")
-_ALONE = _not_yet("a job runs on one node, so no other agent is contacted")
+_ALONE = "this job has one node, so no other agent is contacted"
 _HEALTH = _not_yet("nothing watches the GPUs during the run")
 _SERVER = _not_yet("no HTTP server is started")
 
@@ -210,44 +212,44 @@ OPTIONS: tuple[Option, ...] = (
     # Nodes and mesh
     Option(
         name="nnodes", origin="torchrun", group=MESH, kind=kinds.NODES, default="1",
-        help="Number of nodes, or the range MIN:MAX of an elastic job. This release runs on one node.",
+        help="Number of nodes, or the range MIN:MAX of an elastic job.",
     ),
     Option(
         name="node-rank", origin="torchrun", group=MESH, kind=kinds.whole(0), unset="given out",
         help="Preferred rank of this node.",
     ),
     Option(
-        name="peers", origin="own", group=MESH, kind=places.PEERS, note=_ALONE,
+        name="peers", origin="own", group=MESH, kind=places.PEERS, note_alone=_ALONE,
         help="Contact points: hosts, @FILE with one a line, slurm: (the job's node list) or dns:NAME:PORT (a headless service).",
     ),
     Option(
-        name="mesh-port", origin="own", group=MESH, kind=kinds.whole(0, 65535), default="29400", note=_ALONE,
+        name="mesh-port", origin="own", group=MESH, kind=kinds.whole(0, 65535), default="29400", note_alone=_ALONE,
         help="First port of this node's range; 0 picks free ones.",
     ),
     Option(
         name="spares", origin="own", group=MESH, kind=kinds.whole(0), default="0",
-        note=_not_yet("no node waits as a spare"), quiet=("0",),
         help="Nodes beyond --nnodes that join as hot spares.",
     ),
     Option(
-        name="elastic-join", origin="own", group=MESH, kind=kinds.words("now", "restart"), default="restart",
-        note=_not_yet("no node can join"), help="When a node that comes later is taken in: at once, or at the next restart.",
+        name="elastic-join", origin="own", group=MESH, kind=kinds.words("now", "restart"), default="now",
+        note_alone=_ALONE, help="When a node that comes later is taken in: at once, or at the next restart.",
     ),
     Option(
-        name="job-secret-file", origin="own", group=MESH, kind=places.SECRET_FILE, note=_not_yet("there is no mesh to protect"),
+        name="job-secret-file", origin="own", group=MESH, kind=places.SECRET_FILE, note_alone=_ALONE,
         help="File with 32 or more random bytes; with it the mesh is encrypted and authenticated.",
     ),
     Option(
-        name="insecure-mesh", origin="own", group=MESH, kind=kinds.FLAG, note=_not_yet("there is no mesh to protect"),
+        name="insecure-mesh", origin="own", group=MESH, kind=kinds.FLAG, note_alone=_ALONE,
         help="Accept a mesh across hosts without a job secret.",
     ),
     Option(
         name="failure-detector", origin="own", group=MESH, kind=kinds.words("fast", "default", "lax"), default="default",
-        note=_ALONE,
+        note_alone=_ALONE,
         help="How soon a silent node counts as lost; a false alarm costs a restart.",
     ),
     Option(
-        name="on-quorum-loss", origin="own", group=MESH, kind=kinds.ON_QUORUM_LOSS, default="hold", note=_ALONE,
+        name="on-quorum-loss", origin="own", group=MESH, kind=kinds.ON_QUORUM_LOSS, default="hold",
+        note=_not_yet("without a majority the nodes wait"), quiet=("hold",),
         help="Without a majority of the nodes: wait (hold), or go on after S seconds (unsafe: two halves may both go on).",
     ),
     # In-process restart
@@ -308,16 +310,16 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="rdzv-endpoint", origin="torchrun", group=COMPATIBILITY, kind=places.ENDPOINT, empty_is_unset=True,
-        note="taken as one more contact point; a job runs on one node in this release, so it is not contacted",
+        note_alone=_ALONE,
         quiet=("localhost:0", "127.0.0.1:0"), help="One more contact point beside --peers.",
     ),
     Option(
         name="rdzv-conf", origin="torchrun", group=COMPATIBILITY, kind=kinds.PAIRS, merges=True, empty_is_unset=True,
-        note=_not_yet("a job runs on one node and waits for no other"),
+        note_alone="this job has one node and waits for no other",
         help="KEY=VALUE pairs; join_timeout=S is the longest wait for other nodes. Several of them add up.",
     ),
     Option(
-        name="monitor-interval", origin="torchrun", group=COMPATIBILITY, kind=kinds.seconds(),
+        name="monitor-interval", origin="torchrun", group=COMPATIBILITY, kind=kinds.seconds(zero="without a pause"),
         note="accepted and not needed: the agent is told of a worker's end at once and polls nothing",
         help="Taken, but nothing is polled: a worker's end is seen at once.",
     ),

@@ -22,8 +22,8 @@ HEAD = """\
   is the launcher's.
 - Dashes and underscores in names are the same: `--max-restarts`, `--max_restarts`.
 - Each option is also a variable: `HYPERPODRUN_<NAME>`, or torchrun's `PET_<NAME>`, such as `PET_NPROC_PER_NODE=4`. An option
-  beats `HYPERPODRUN_<NAME>`, which beats `PET_<NAME>`, which beats the default. An empty variable is as good as none. Switches take
-  1, true, yes or on, and 0, false, no or off.
+  beats `HYPERPODRUN_<NAME>`, which beats `PET_<NAME>`, which beats the default. An empty variable is as good as none.
+  Switches take 1, true, yes or on, and 0, false, no or off.
 - Given several times, the last one counts; `--rdzv-conf` adds up.
 - Times are in seconds.
 - `hyperpodrun --dry-run ...` prints what would be started, and where each value came from.

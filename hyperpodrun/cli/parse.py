@@ -166,11 +166,8 @@ def _checked(option: Option, texts: tuple[str, ...], source: str) -> Setting:
     values = [_value(option, text, source) for text in texts]
     if not option.merges:
         return Setting(values[-1], texts[-1], source)
-    merged: dict[object, object] = {}
-    for value in values:
-        if isinstance(value, dict):
-            merged.update(value)
-    return Setting(merged, ",".join(text for text in texts if text), source)
+    pairs = {key: text for value in values if isinstance(value, dict) for key, text in value.items()}
+    return Setting(pairs, ",".join(f"{key}={text}" for key, text in pairs.items()), source)
 
 
 def _value(option: Option, text: str, source: str) -> object:

@@ -25,10 +25,24 @@ class Address(msgspec.Struct, frozen=True):
 
 def _host(text: str) -> str:
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    allowed = "-._" if bare == text and ":" not in bare else ":.%-_"
-    if not bare or len(bare) > 255 or not bare.isascii() or not all(c.isalnum() or c in allowed for c in bare):
+    right = _is_ipv6(bare) if bare != text or ":" in bare else _is_name(bare)
+    if not right:
         raise BadValueError(f"{quoted(text)} is no host" if text else "the host is missing")
     return bare
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) < 256 and text.isascii() and all(c.isalnum() or c in "-._" for c in text)
+
+
+def _is_ipv6(text: str) -> bool:
+    import socket
+
+    try:
+        socket.inet_pton(socket.AF_INET6, text.partition("%")[0])
+    except (OSError, ValueError):
+        return False
+    return text.isprintable()
 
 
 def _port(text: str, minimum: int) -> int:

@@ -4,15 +4,20 @@ It shows the resolved job: the command, the ranks with their streams, what their
 and where each value came from.
 """
 
+import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterable, Mapping
 
 from hyperpodrun.agent.config import JobConfig, Streams
 from hyperpodrun.agent.wire import names
+from hyperpodrun.agent.workers import command, placement
+from hyperpodrun.agent.workers.environment import worker_env
 from hyperpodrun.agent.workers.logfiles import folder_name
+from hyperpodrun.agent.workers.rendezvous import loopback
 from hyperpodrun.cli.parse import Settings
-from hyperpodrun.cli.refusal import printable
+from hyperpodrun.cli.refusal import MachineRefusal, printable
 from hyperpodrun.cli.resolve import job_id
 
 
@@ -23,7 +28,7 @@ def plan(config: JobConfig, settings: Settings, environment: Mapping[str, str]) 
         f"start method {config.start_method}. Nothing is started.\n",
         _section("Command of each worker", [_command(config)]),
         _section("Ranks", (_rank(config, rank) for rank in range(config.nproc_per_node))),
-        _section("Environment of each worker, beyond the launcher's own", _environment(config, environment)),
+        _section("Environment of the workers, where it differs from the launcher's", _environment(config, environment)),
         _section("Log files", _log_files(config)),
         _section("Values and their sources (all others have their defaults)", _sources(config, settings, environment)),
         _section("Notes", config.notes),
@@ -37,15 +42,11 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 
 def _command(config: JobConfig) -> str:
-    what = config.program
-    words = [what.target, *what.args]
-    if what.run_as == "module":
-        words.insert(0, "-m")
-    if what.run_as == "run-path":
-        words[:0] = ["-m", "runpy"]
-    if what.run_as != "program":
-        words.insert(0, config.python or sys.executable)
-    return shlex.join(words)
+    flags = command.interpreter_flags(sys.orig_argv)
+    words = command.command(
+        config.program, config.python or sys.executable, flags, [os.fsencode(word) for word in config.program.args]
+    )
+    return shlex.join(os.fsdecode(word) for word in words)
 
 
 def _rank(config: JobConfig, rank: int) -> str:
@@ -63,23 +64,35 @@ def _where(tee: bool, redirect: bool, shown: bool) -> str:
     return "a file" if redirect else console
 
 
+def _environments(config: JobConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environment of each rank, with words where only a start can tell the value."""
+    own = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
+    try:
+        places = placement.places(config, own)
+    except ValueError as error:
+        raise MachineRefusal(str(error)) from None
+    ranks = []
+    for rank, place in enumerate(places):
+        env = worker_env(
+            config, own, local_rank=rank, rank=rank, world_size=config.nproc_per_node, group_rank=0, group_world_size=1,
+            restart_count=0, generation=0, node=socket.gethostname(),
+            master_addr=config.master_addr or config.local_addr or loopback(),
+            master_port=config.master_port or 0, error_file="(a private file)", family="(a mark of this launcher)",
+            use_agent_store=False, visible_device=place.visible_device,
+        )  # fmt: skip
+        ranks.append({os.fsdecode(name): os.fsdecode(value) for name, value in env})
+        if config.master_port is None:
+            ranks[-1][names.MASTER_PORT] = "(a free port)"
+    return ranks
+
+
 def _environment(config: JobConfig, environment: Mapping[str, str]) -> list[str]:
-    last = config.nproc_per_node - 1
-    ranks = f"0..{last}" if last else "0"
-    size = config.nproc_per_node
-    lines = [
-        f"{names.RANK}={ranks} {names.LOCAL_RANK}={'0' if config.virtual_local_rank else ranks} {names.ROLE_RANK}={ranks}",
-        f"{names.WORLD_SIZE}={size} {names.LOCAL_WORLD_SIZE}={size} {names.ROLE_WORLD_SIZE}={size}",
-        f"{names.GROUP_RANK}=0 {names.GROUP_WORLD_SIZE}=1 {names.ROLE_NAME}={config.role}",
-        f"{names.MASTER_ADDR}={config.master_addr or config.local_addr or '(this host)'} "
-        f"{names.MASTER_PORT}={config.master_port or '(a free port)'}",
-        f"{names.RUN_ID}={config.job_id} {names.JOB_ID}={config.job_id}",
-        f"{names.RESTART_COUNT}=0 {names.MAX_RESTARTS}={config.max_restarts}",
-    ]
-    if size > 1 and names.OMP_NUM_THREADS not in environment:
-        lines.append(f"{names.OMP_NUM_THREADS}=1 (not set, and there are several workers)")
-    if config.virtual_local_rank:
-        lines.append(f"{names.CUDA_VISIBLE_DEVICES}=(the worker's own GPU)")
+    ranks = _environments(config, environment)
+    changed = [name for name in ranks[0] if any(env[name] != environment.get(name) for env in ranks)]
+    single = [name for name in changed if any(env[name] != ranks[0][name] for env in ranks)]
+    lines = [f"{name}={ranks[0][name]}" for name in changed if name not in single]
+    lines += [f"rank {rank}: {' '.join(f'{name}={env[name]}' for name in single)}" for rank, env in enumerate(ranks) if single]
+    lines += [f"{name} is unset" for name in sorted(environment) if name not in ranks[0]]
     return lines
 
 
@@ -98,7 +111,7 @@ def _log_files(config: JobConfig) -> list[str]:
 def _sources(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> list[str]:
     rows = {name: (setting.text, setting.source) for name, setting in settings.given.items()}
     if "job-id" not in rows:
-        rows["job-id"] = (config.job_id, job_id(settings, environment)[1])
+        rows["job-id"] = (config.job_id, job_id(settings, environment, "")[1])
     workers = str(config.nproc_per_node)
     if rows.get("nproc-per-node", (workers,))[0] != workers:
         text, source = rows["nproc-per-node"]

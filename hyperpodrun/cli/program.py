@@ -10,9 +10,9 @@ import stat
 from collections.abc import Mapping
 
 from hyperpodrun.agent.wire.launch import Program, RunAs
-from hyperpodrun.cli.machine import find_program
+from hyperpodrun.agent.workers.command import NotExecutable, find_program
 from hyperpodrun.cli.parse import USAGE, Settings
-from hyperpodrun.cli.refusal import Refusal, quoted
+from hyperpodrun.cli.refusal import Refusal, printable, quoted
 
 
 def program(settings: Settings, script: tuple[str, ...], environment: Mapping[str, str]) -> Program:
@@ -63,13 +63,13 @@ def _check_script(path: str) -> None:
 
 
 def _check_executable(name: str, environment: Mapping[str, str]) -> None:
-    if find_program(name, environment.get("PATH") or os.defpath) is not None:
-        return
-    if "/" not in name:
-        there = f"; ./{name} is there, is that meant?" if os.path.isfile(name) else ""
-        raise Refusal(f"program {quoted(name)} not found: No such file in the folders of PATH{there}")
-    if os.path.isdir(name):
-        raise Refusal(f"program {quoted(name)} cannot be run: Is a directory")
-    if not os.path.exists(name):
-        raise Refusal(f"program {quoted(name)} cannot be run: No such file or directory")
-    raise Refusal(f"program {quoted(name)} cannot be run: Permission denied; make it executable, or leave --no-python out")
+    try:
+        find_executable(name, environment)
+    except NotExecutable as error:
+        here = f"; ./{printable(name)} is there, is that meant?" if "/" not in name and os.path.isfile(name) else ""
+        raise Refusal(f"{error}{here}") from None
+
+
+def find_executable(name: str, environment: Mapping[str, str]) -> str:
+    """The file that execvp(3) would run. Raises NotExecutable."""
+    return os.fsdecode(find_program(os.fsencode(name), {b"PATH": os.fsencode(environment.get("PATH", ""))}))

@@ -3,19 +3,20 @@
 `resolve` is the only maker of a `JobConfig`. It looks at the machine (processors, GPUs, limits, folders) but starts nothing.
 """
 
-import os
+import hashlib
 import sys
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast
 
-from hyperpodrun.agent.config import JobConfig, NumaBinding, StartMethod, Streams
+from hyperpodrun.agent.config import JobConfig, MeshConfig, NumaBinding, StartMethod, Streams
 from hyperpodrun.agent.wire import names
 from hyperpodrun.agent.wire.launch import Program
+from hyperpodrun.agent.workers.command import NotExecutable
 from hyperpodrun.cli import machine, places
 from hyperpodrun.cli.kinds import NAME, BadValueError, Nodes, StreamChoice, boolean
 from hyperpodrun.cli.options import BY_NAME, OPTIONS
 from hyperpodrun.cli.parse import CommandLine, Settings
-from hyperpodrun.cli.program import program
+from hyperpodrun.cli.program import find_executable, program
 from hyperpodrun.cli.refusal import MachineRefusal, Refusal, quoted
 
 # Variable of the job's number, variable of a part of it that runs by itself (a step, an array's task).
@@ -30,22 +31,20 @@ SCHEDULERS = (
 )
 
 
-def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str]) -> JobConfig:
-    """The job that was asked for. Raises Refusal for contradictions (2) and for what this machine cannot do (78)."""
+def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str], chance_id: str) -> JobConfig:
+    """The job that was asked for; `chance_id` is its name when nobody gives one.
+
+    Raises Refusal for contradictions (2) and for what this machine cannot do (78).
+    """
     what = program(settings, line.script, environment)
-    nodes = settings.get("nnodes", Nodes)
+    nodes = _nodes(settings)
     _check_contradictions(settings, nodes)
     rootless = _rootless(environment)
-    notes = _notes(settings)
+    mesh = _mesh(settings, nodes, environment)
+    notes = _notes(settings, alone=mesh is None)
     start_method = _start_method(settings, what, notes)
-    if nodes.minimum > 1:
-        raise MachineRefusal(
-            f"{settings.source('nnodes')} asks for {nodes.minimum} nodes, and this release runs jobs on one node only; "
-            "leave it out, or give 1"
-        )
-    if nodes.maximum > 1:
-        source = settings.source("nnodes")
-        notes.append(f"{source} 1:{nodes.maximum}: this release runs jobs on one node, so this node runs alone as node rank 0")
+    if mesh is None:
+        _check_network(settings, notes)
     workers = _workers(settings, environment, notes)
     machine.check_limits(workers)
     redirects, tee = _streams(settings, "redirects", workers), _streams(settings, "tee", workers)
@@ -55,7 +54,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         machine.check_log_dir(log_dir, settings.source("log-dir"), create=not settings.on("dry-run"))
     return JobConfig(
         program=what,
-        job_id=job_id(settings, environment)[0],
+        job_id=job_id(settings, environment, _common_id(mesh) if mesh else chance_id)[0],
         min_nodes=nodes.minimum,
         max_nodes=nodes.maximum,
         nproc_per_node=workers,
@@ -89,7 +88,83 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         post_train_args=settings.find("post-train-args", tuple) or (),
         rootless=rootless,
         notes=tuple(notes),
+        mesh=mesh,
     )
+
+
+def _nodes(settings: Settings) -> Nodes:
+    """How many nodes; with --standalone this one, which an elastic range allows."""
+    nodes = settings.get("nnodes", Nodes)
+    if not settings.on("standalone"):
+        return nodes
+    if nodes.minimum > 1 or settings.get("spares", int):
+        other = settings.source("nnodes" if nodes.minimum > 1 else "spares")
+        raise Refusal(f"{settings.source('standalone')} and {other} exclude each other: one means this node alone, one further nodes")
+    return Nodes(1, 1)
+
+
+def _mesh(settings: Settings, nodes: Nodes, environment: Mapping[str, str]) -> MeshConfig | None:
+    """How to find the other nodes; None for a job of one."""
+    spares = settings.get("spares", int)
+    if nodes.maximum + spares == 1:
+        return None
+    peers = settings.given.get("peers")
+    endpoints = [settings.given[name].text for name in ("rdzv-endpoint", "master-addr") if settings.find(name, str)]
+    endpoints = [text for text in endpoints if not text.endswith(":0")]
+    if peers is None and not endpoints and "SLURM_JOB_NODELIST" not in environment:
+        source = settings.source("nnodes") if "nnodes" in settings.given else settings.source("spares")
+        raise Refusal(
+            f"{source}: the agents of several nodes need contact points; "
+            "give --peers HOST,HOST,… (or @FILE, slurm:, dns:NAME:PORT), or --rdzv-endpoint HOST:PORT"
+        )
+    secret = settings.find("job-secret-file", str)
+    mesh = MeshConfig(
+        peers=peers.text if peers else None if endpoints else "slurm:",
+        endpoints=tuple(endpoints),
+        port=settings.get("mesh-port", int),
+        secret_file=secret,
+        insecure=settings.on("insecure-mesh"),
+        spares=spares,
+        elastic_join_now=settings.get("elastic-join", str) == "now",
+        failure_detector=cast("Literal['fast', 'default', 'lax']", settings.get("failure-detector", str)),
+        join_timeout_s=_rdzv_seconds(settings, "join_timeout", 600.0),
+        join_window_s=_rdzv_seconds(settings, "last_call_timeout", 2.0),
+        port_given="mesh-port" in settings.given,
+    )
+    if secret is None and not mesh.insecure and names.JOB_SECRET not in environment and _leaves_this_host(settings, mesh):
+        raise MachineRefusal(
+            "the contact points are on other hosts, and without a job secret the mesh stays on this one: "
+            "give all nodes the same --job-secret-file (head -c 32 /dev/urandom > FILE), or --insecure-mesh in a closed network"
+        )
+    return mesh
+
+
+def _leaves_this_host(settings: Settings, mesh: MeshConfig) -> bool:
+    listed = settings.find("peers", object)
+    if mesh.peers is not None and not isinstance(listed, tuple):
+        return True  # slurm: and dns: name other hosts
+    hosts = [address.host for address in listed or ()] if isinstance(listed, tuple) else []
+    hosts += [text.rpartition(":")[0] if text.count(":") == 1 else text.strip("[]") for text in mesh.endpoints]
+    return any(not places.is_loopback(host) for host in hosts)
+
+
+def _common_id(mesh: MeshConfig) -> str:
+    """A job id that all nodes of a job without one arrive at: they are given the same contact points."""
+    text = "\0".join([mesh.peers or "", *mesh.endpoints])
+    return f"mesh-{hashlib.blake2b(text.encode('utf-8', 'surrogateescape'), digest_size=6).hexdigest()}"
+
+
+def _rdzv_seconds(settings: Settings, key: str, default_s: float) -> float:
+    text = (settings.find("rdzv-conf", dict) or {}).get(key)
+    if text is None:
+        return default_s
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise Refusal(f"{settings.source('rdzv-conf')}: {key}={quoted(text)} is not allowed; allowed: a number of seconds")
+    return seconds
 
 
 def _check_contradictions(settings: Settings, nodes: Nodes) -> None:
@@ -98,10 +173,11 @@ def _check_contradictions(settings: Settings, nodes: Nodes) -> None:
         if arguments in settings.given and script not in settings.given:
             raise Refusal(f"{settings.source(arguments)} is given without --{script}; name the script, or leave them out")
     node_rank = settings.find("node-rank", int)
-    if node_rank is not None and node_rank >= nodes.maximum:
+    slots = nodes.maximum + settings.get("spares", int)
+    if node_rank is not None and node_rank >= slots:
         raise Refusal(
-            f"{settings.source('node-rank')}: rank {node_rank} does not exist in a job of {nodes.maximum} node(s); "
-            f"allowed: 0{f' to {nodes.maximum - 1}' if nodes.maximum > 1 else ''}"
+            f"{settings.source('node-rank')}: rank {node_rank} does not exist in a job of {slots} node(s); "
+            f"allowed: 0{f' to {slots - 1}' if slots > 1 else ''}"
         )
     host, port = settings.get("server-host", str), settings.get("server-port", int)
     if port >= 0 and not places.is_loopback(host) and "job-secret-file" not in settings.given:
@@ -114,16 +190,28 @@ def _check_contradictions(settings: Settings, nodes: Nodes) -> None:
         raise Refusal(f"{both} exclude each other; give one of them")
 
 
-def _notes(settings: Settings) -> list[str]:
+def _notes(settings: Settings, alone: bool) -> list[str]:
     notes = []
     for option in OPTIONS:
         setting = settings.given.get(option.name)
-        if setting is None or option.note is None or setting.value is False:
+        note = option.note or (option.note_alone if alone else None)
+        if setting is None or note is None or setting.value is False:
             continue
         if any(setting.value == option.kind.parse(text) for text in option.quiet):
             continue
-        notes.append(f"{setting.source}: {option.note}")
+        notes.append(f"{setting.source}: {note}")
     return notes
+
+
+def _check_network(settings: Settings, notes: list[str]) -> None:
+    """Of a job on this node alone: what becomes MASTER_ADDR must lead somewhere, or its ranks wait for half an hour."""
+    name = next((name for name in ("master-addr", "local-addr") if name in settings.given), None)
+    if name is not None:
+        machine.check_host(settings.get(name, str), settings.source(name))
+    elif not machine.loopback_works():
+        notes.append(
+            "the loopback network of this machine is down, so ranks cannot reach each other; bring it up (ip link set lo up)"
+        )
 
 
 def _start_method(settings: Settings, what: Program, notes: list[str]) -> StartMethod:
@@ -185,7 +273,7 @@ def _no_such_local_rank(settings: Settings, name: str, rank: int, workers: int) 
     )
 
 
-def job_id(settings: Settings, environment: Mapping[str, str]) -> tuple[str, str]:
+def job_id(settings: Settings, environment: Mapping[str, str], chance_id: str) -> tuple[str, str]:
     """(the job's id, where it came from)."""
     for name in ("job-id", "rdzv-id"):
         given = settings.find(name, str)
@@ -196,7 +284,7 @@ def job_id(settings: Settings, environment: Mapping[str, str]) -> tuple[str, str
         from_scheduler = _scheduler_job_id(environment)
         if from_scheduler:
             return from_scheduler
-    return os.urandom(6).hex(), "chance"
+    return chance_id, "chance"
 
 
 def _scheduler_job_id(environment: Mapping[str, str]) -> tuple[str, str] | None:
@@ -224,7 +312,7 @@ def _python(environment: Mapping[str, str]) -> str:
     name = environment.get(names.PYTHON_EXEC, "")
     if not name or name == sys.executable:
         return ""
-    path = machine.find_program(name, environment.get("PATH") or os.defpath)
-    if path is None:
-        raise MachineRefusal(f"{names.PYTHON_EXEC} names {quoted(name)}, which cannot be run; unset it, or name an interpreter")
-    return path
+    try:
+        return find_executable(name, environment)
+    except NotExecutable as error:
+        raise MachineRefusal(f"{names.PYTHON_EXEC}: {error}; unset it, or name an interpreter") from None

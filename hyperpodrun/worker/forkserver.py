@@ -1,17 +1,21 @@
 """The process that imports torch once and becomes every worker of its node.
 
-Run by path, never imported: `python FLAGS -u forkserver.py AGENT_PID RUN_AS PRELOADS FLAGS_COUNT TARGET ARGS...`, with the line to the agent at
-descriptor 3 (messages: wire/launch.py). Its command line must be longer than any worker's (title.py).
+Run by path, never imported: `python FLAGS -u forkserver.py AGENT_PID RUN_AS PRELOADS FLAGS_COUNT TARGET ARGS...`, with the line
+to the agent at descriptor 3 (messages: wire/launch.py). Its command line must be longer than any worker's (title.py).
 
-States: *loading* (imports; nothing of the user's own code runs), *serving* (blocked on the line), *ended* (line closed, Unfit told, or agent dead).
-For each `Fork` it forks one intermediate, which forks the workers and ends; so they become children of the nearest subreaper, the agent, before
-`Forked` is sent. A worker waits at the gate until the agent lets it go; if the gate closes instead, it ends having run nothing.
+States: *loading* (imports; nothing of the user's own code runs), *serving* (blocked on the line), *ended* (line closed, Unfit
+told, or agent dead). For each `Fork` it forks one intermediate, which forks the workers and ends; so they become children of
+the nearest subreaper, the agent, before `Forked` is sent. A worker waits at the gate until the agent lets it go; if the gate
+closes instead, it ends having run nothing.
 
-Invariants: the serving process runs no thread and none of the script; a worker is told apart from a fresh `python -u` only by modules that are
-already imported. Shared by all workers of one forkserver: the hash seed and whatever preloaded modules drew at import; the random state of
-`random` (by Python) and `numpy` (here) is drawn anew in each, torch's default seed is a constant.
+Invariants: the serving process runs no thread and none of the script; a worker is told apart from a fresh `python -u` only by
+modules that are already imported. Shared by all workers of one forkserver: the hash seed, and whatever modules named by
+--preload drew at import. The random states of `random` (by Python), numpy and torch (here) are drawn anew in each: in plain
+python they differ between ranks.
 Source: prctl(2) PR_SET_CHILD_SUBREAPER, gc.freeze (copy-on-write), faulthandler.register.
 """
+
+# ruff: noqa: E402 - the import path is put right before anything is imported by it
 
 import sys
 
@@ -23,7 +27,6 @@ import gc
 import os
 import signal
 import socket
-import time
 
 import msgspec
 
@@ -57,23 +60,24 @@ def main() -> None:
 
 
 def _load(program: launch.Program, flags: list[str], asked: list[str]) -> launch.Ready | launch.Unfit:
-    began = time.monotonic()
     ours = frozenset(sys.modules) - _BARE
-    run_main.prepare(program, flags)
+    try:
+        run_main.prepare(program, flags)
+    except OSError as error:
+        return launch.Unfit(f"the working folder cannot be found ({error.strerror})")
     if path := preload.shadowed(sys.path[0] if sys.path else "", ours):
         return launch.Unfit(f"{path} has the name of a module that is already imported")
     named, skipped = preload.named_in(preload.source_of(program))
     try:
-        done = preload.load([] if skipped else named)
+        preload.load([] if skipped else named)
         for module in asked:
             __import__(module)
-            done.append(module)
-    except (Exception, SystemExit) as error:  # whatever the imported module raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a module may raise anything while it is imported
         return launch.Unfit(f"importing {_blamed(error)} failed ({type(error).__name__}: {error})")
     if reason := preload.unfit_because():
         return launch.Unfit(reason)
     gc.collect()
-    return launch.Ready(done, time.monotonic() - began, skipped)
+    return launch.Ready(skipped)
 
 
 def _serve(line: socket.socket, agent_pid: int) -> launch.Worker:
@@ -150,14 +154,14 @@ def _become(worker: launch.Worker, out: int, err: int, fds: list[int], agent_pid
     gc.enable()
     _draw_seeds()
     _answer_stack_dumps()
-    if (importlib := sys.modules.get("importlib")) is not None:
-        importlib.invalidate_caches()  # files may have come since the preload
 
 
 def _draw_seeds() -> None:
     """What a process draws from the system when it starts must not be the same in all ranks."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # GPUs draw theirs when they are first used
     if (process := sys.modules.get("multiprocessing.process")) is not None:
         process.current_process().authkey = os.urandom(32)
 

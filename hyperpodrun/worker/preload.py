@@ -1,11 +1,12 @@
 """Which modules a forkserver may import before it forks, and whether it is fit to fork afterwards.
 
-Of a script only the text is looked at, none of it runs: the torch modules that it imports by name, wherever in the file, are the ones imported early.
-They are left to the workers when the text does something first that can change what that import does: sets a variable torch reads
-at import, or changes the front of sys.path.
+Of a script only the text is looked at, none of it runs: the torch modules that it imports by name, wherever in the file, are
+the ones imported early. They are left to the workers when the text does something first that can change what that import does:
+sets a variable torch reads at import, or changes the front of sys.path.
 
-A process may be forked when nothing lives in it that a fork leaves behind or shares: no other thread, no open GPU, no tracer. OpenBLAS's idle
-threads are the exception, since it ends and restarts its pool around fork by handlers of its own (pthread_atfork).
+A process may be forked when nothing lives in it that a fork leaves behind or shares: no other thread, no open GPU, no tracer.
+OpenBLAS's idle threads are the exception, since it ends and restarts its pool around fork by handlers of its own
+(pthread_atfork).
 """
 
 import os
@@ -17,8 +18,24 @@ from hyperpodrun.agent.wire.launch import Program
 
 if TYPE_CHECKING:
     import ast
+    import types
 
-_READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "VECLIB_", "TORCH", "PYTORCH", "ATEN_", "C10_", "LD_", "PYTHON")
+_READ_AT_IMPORT = (
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "NUMEXPR_",
+    "VECLIB_",
+    "TORCH",
+    "PYTORCH",
+    "ATEN_",
+    "C10_",
+    "LD_",
+    "PYTHON",
+)
 """Variables (by prefix) that torch or the libraries beneath it read while they are imported."""
 
 
@@ -108,14 +125,24 @@ def _obstacle(node: "ast.AST") -> str:
             return "changes os.environ"
         if _ends_in(node.value, "path") and isinstance(node.value, ast.Attribute) and _ends_in(node.value.value, "sys"):
             return "changes sys.path"
-    if isinstance(node, ast.Attribute) and node.attr == "path" and _ends_in(node.value, "sys") and not isinstance(node.ctx, ast.Load):
+    if (
+        isinstance(node, ast.Attribute)
+        and node.attr == "path"
+        and _ends_in(node.value, "sys")
+        and not isinstance(node.ctx, ast.Load)
+    ):
         return "changes sys.path"
     if isinstance(node, ast.Call):
         called = node.func
         if _ends_in(called, "putenv") or _ends_in(called, "unsetenv"):
             return "changes os.environ"
         if isinstance(called, ast.Attribute):
-            if _ends_in(called.value, "environ") and called.attr in ("setdefault", "pop") and node.args and _matters(node.args[0]):
+            if (
+                _ends_in(called.value, "environ")
+                and called.attr in ("setdefault", "pop")
+                and node.args
+                and _matters(node.args[0])
+            ):
                 return "changes os.environ"
             if _ends_in(called.value, "environ") and called.attr in ("update", "clear"):
                 return "changes os.environ"
@@ -137,9 +164,8 @@ def _matters(key: "ast.AST") -> bool:
     return not (isinstance(key, ast.Constant) and isinstance(key.value, str)) or key.value.startswith(_READ_AT_IMPORT)
 
 
-def load(imports: list[tuple[str, list[str]]]) -> list[str]:
-    """Import them; returns the modules that are there afterwards. A module that does not exist is left for the script to miss."""
-    done: list[str] = []
+def load(imports: list[tuple[str, list[str]]]) -> None:
+    """Import them. A module that does not exist is left for the script to miss; any other error is raised."""
     for module, names in imports:
         try:
             __import__(module, None, None, names)
@@ -147,22 +173,32 @@ def load(imports: list[tuple[str, list[str]]]) -> list[str]:
             # Nothing ran if it is the very module that is missing; else something broke half-way.
             if error.name is None or not (module + ".").startswith(error.name + "."):
                 raise
-            continue
-        done.append(module)
-    return list(dict.fromkeys(done))
 
 
 def shadowed(first_on_path: str, ours: frozenset[str]) -> str:
-    """Name a module of the user's, next to the script, that we have already imported under the same name from elsewhere; "" if none."""
+    """A module of the user's, next to the script, whose name is that of one we have already imported from elsewhere; or "".
+
+    Modules built into the interpreter come before the import path: nobody's file can take their place.
+    """
     try:
         names = os.listdir(first_on_path or ".")
     except OSError:
         return ""
     for name in sorted(names):
         stem = name.removesuffix(".py")
-        if stem in ours and (stem != name or os.path.exists(os.path.join(first_on_path, name, "__init__.py"))):
-            return os.path.join(first_on_path, name)
+        if stem not in ours or stem in sys.builtin_module_names:
+            continue
+        path = os.path.join(first_on_path, name)
+        file = path if stem != name else os.path.join(path, "__init__.py")
+        if os.path.exists(file) and not _is_file_of(sys.modules.get(stem), file):
+            return path
     return ""
+
+
+def _is_file_of(module: "types.ModuleType | None", path: str) -> bool:
+    """Whether the module that we hold was loaded from this very file: then the script would get the same one."""
+    origin = getattr(module, "__file__", None)
+    return origin is not None and os.path.exists(origin) and os.path.samefile(origin, path)
 
 
 def unfit_because() -> str:

@@ -1,12 +1,13 @@
-"""What happens in a new worker process before its program starts, and the short life as a script that does it for `--start-method spawn`.
+"""What happens in a new worker process before its program starts; as a script it does so for `--start-method spawn`.
 
-Run by path as `python -I -S prelude.py AGENT_PID CPUS PROGRAM ARGV...`: nothing but the standard library is there, the environment
-is the worker's own, descriptor 3 is the gate. The steps: a session of its own; the gate (one byte: go; its end: the start was called off);
-death with the agent; CPU affinity; execve. The process keeps its pid throughout, so that the agent knows the worker from the first moment.
+Run by path as `python -I -S prelude.py AGENT_PID CPUS PROGRAM ARGV...`: nothing but the standard library is there, the
+environment is the worker's own, descriptor 3 is the gate. The steps: a session of its own; the gate (one byte: go; its end: the
+start was called off); death with the agent; CPU affinity; execve. The process keeps its pid throughout, so that the agent knows
+the worker from the first moment.
 
 Invariants: nothing of the user's runs before the gate; only descriptors 0, 1 and 2 reach the program.
-Source: prctl(2) PR_SET_PDEATHSIG (it counts the parent *thread*, and says nothing of a parent that is gone already: hence the second look),
-POSIX shell exit codes 126 and 127.
+Source: prctl(2) PR_SET_PDEATHSIG (it counts the parent *thread*, and says nothing of a parent that is gone already: hence the
+second look), POSIX shell exit codes 126 and 127.
 """
 
 import os

@@ -1,8 +1,11 @@
 """Run the user's program in this interpreter exactly as `python script.py`, `python -m module` or `runpy.run_path` would.
 
-What CPython does for these in C (pymain_run_file, pymain_run_module, sys.path[0]) is done here in its order: a new `__main__`, the import path,
-sys.argv, then the code. An exception leaves through the interpreter's own door, so that SystemExit, KeyboardInterrupt (death by SIGINT), exit hooks,
-threads and user-made excepthooks act as ever; only the frames of this program are taken off the traceback before it is printed.
+What CPython does for these in C (pymain_run_file, pymain_run_module, sys.path[0]) is done here in its order: a new `__main__`,
+the import path, sys.argv, then the code. An exception leaves through the interpreter's own door, so that SystemExit,
+KeyboardInterrupt (death by SIGINT), exit hooks, threads and user-made excepthooks act as ever; only the frames of this program
+are taken off the traceback before it is printed. What cannot be hidden: three frames lie beneath the script's, so
+`sys._getframe()` can walk further than the script, and a warning with a `stacklevel` beyond the script's own top names this
+file instead of "sys".
 Source: CPython Modules/main.c, Python/pathconfig.c (_PyPathConfig_ComputeSysPathArgv0), Lib/runpy.py.
 """
 
@@ -25,9 +28,7 @@ def hide_frames_of(path: str) -> None:
 
 def absolute(path: str) -> str:
     """The name under which the interpreter knows a script (not normalised: that is what `__file__` shows)."""
-    if os.path.isabs(path):
-        return path
-    return os.getcwd() + "/" + path.removeprefix("./")
+    return path if os.path.isabs(path) else f"{os.getcwd()}/{path}"
 
 
 def is_import_path(path: str) -> bool:

@@ -6,6 +6,7 @@ cleared; /proc/<pid>/environ is not touched.
 Source: proc(5), stat fields 48 and 49 (arg_start, arg_end).
 """
 
+
 def show(words: list[bytes]) -> bool:
     """Replace this process's visible command line; longer ones are cut. False where the kernel does not tell where it lies."""
     import ctypes

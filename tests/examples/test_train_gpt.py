@@ -76,10 +76,10 @@ def test_one_process_learns_and_shows_what_it_learnt(tmp_path: Path) -> None:
     assert float.fromhex(seen[40]) < float.fromhex(seen[1]) - 0.5
     assert "step    40/40" in out
     assert "validation loss" in out
-    assert "the model writes:\nThe " in out
+    assert "the model writes: The " in out
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(1, "kill"), (2, "exit"), (2, "raise"), (4, "kill")])
+@pytest.mark.parametrize(("ranks", "how"), [(1, "kill"), (2, "exit"), (2, "raise")])
 def test_job_that_loses_a_rank_goes_on_to_the_same_losses(
     ranks: int, how: str, tmp_path: Path, undisturbed: Callable[..., Losses]
 ) -> None:
@@ -90,6 +90,16 @@ def test_job_that_loses_a_rank_goes_on_to_the_same_losses(
     assert "resumed from the checkpoint of step 5" in out
     assert losses(tmp_path / "losses") == undisturbed(12, ranks)
     assert not list((tmp_path / "saved").glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_order_of_sums_over_four_ranks_survives_a_restart(tmp_path: Path) -> None:
+    """With more than two ranks and one gradient bucket the order of additions shows in the last bits (`settle`)."""
+    size = ["--layers", "2", "--width", "128"]
+    state = ["--checkpoint", tmp_path / "saved", "--checkpoint-every", "2", "--losses", tmp_path / "losses"]
+    finished(train("--steps", "5", *size, *state, "--fail-at", "3", ranks=4))
+    finished(train("--steps", "5", *size, "--losses", tmp_path / "undisturbed", ranks=4))
+    assert losses(tmp_path / "losses") == losses(tmp_path / "undisturbed")
 
 
 def test_sigterm_saves_and_the_next_run_goes_on_where_it_stopped(tmp_path: Path, undisturbed: Callable[..., Losses]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,17 +15,22 @@ from typing import Any
 
 import pytest
 
+from hyperpodrun.agent import vote_file
+
 # What a worker script may use: tell(kind, **facts) leaves a note for the test, meet(kind) waits until all ranks have told it.
 PROLOGUE = """
 import json, os, signal, subprocess, sys, time
 RANK, WORLD, ATTEMPT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+GENERATION = int(os.environ["HYPERPODRUN_GENERATION"])
 def tell(kind, **facts):
-    name = f"{kind}.{RANK}.{ATTEMPT}.{os.getpid()}.json"
+    name = f"{kind}.{RANK}.{GENERATION}.{os.getpid()}.json"
+    facts = dict(facts, rank=RANK, world=WORLD, attempt=ATTEMPT, generation=GENERATION, side=os.environ.get("SIDE"), pid=os.getpid())
     with open(os.path.join(FOLDER, "." + name), "w") as file:
-        json.dump(dict(facts, rank=RANK, attempt=ATTEMPT, pid=os.getpid()), file)
+        json.dump(facts, file)
     os.rename(os.path.join(FOLDER, "." + name), os.path.join(FOLDER, name))
 def told(kind):
-    return {name.split(".")[1] for name in os.listdir(FOLDER) if name.startswith(kind + ".") and name.split(".")[2] == str(ATTEMPT)}
+    names = [name.split(".") for name in os.listdir(FOLDER) if name.startswith(kind + ".")]
+    return {name[1] for name in names if name[2] == str(GENERATION)}
 def meet(kind="up"):
     tell(kind)
     while len(told(kind)) < WORLD:
@@ -119,7 +125,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     started: list[Launch] = []
     (tmp_path / "tmp").mkdir()
 
-    def start(*options: str, script: str = "", args: tuple[str, ...] = (), env: dict[str, str] | None = None, **popen: Any) -> Launch:
+    def start(
+        *options: str, script: str = "", args: tuple[str, ...] = (), env: dict[str, str] | None = None, **popen: Any
+    ) -> Launch:
         full = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "HYPERPODRUN_", "TORCHELASTIC_"))}
         full |= {"LAUNCH_MARK": f"launch-{uuid.uuid4().hex}", "TMPDIR": str(tmp_path / "tmp")} | (env or {})
         words = [sys.executable, "-m", "hyperpodrun", *options]
@@ -143,3 +151,101 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
                     pass
             time.sleep(0.01)
         run.process.wait()
+
+
+class Nodes:
+    """The agents of one job, all on this host: node `index` listens on a port of its own and its workers see SIDE=<index>."""
+
+    def __init__(self, launch: Callable[..., Launch], ports: Iterator[int], shm_before: set[str]) -> None:
+        self._launch = launch
+        self._shm_before = shm_before
+        self.ports = ports
+        self.port: dict[int, int] = {}
+        self.job = f"job-{uuid.uuid4().hex[:8]}"
+        self.listed: tuple[int, ...] = ()
+        self.runs: dict[int, Launch] = {}
+
+    def contacts(self, *indexes: int) -> None:
+        """These nodes are the contact points, in this order."""
+        self.listed = indexes
+        for index in indexes:
+            self.port.setdefault(index, next(self.ports))
+
+    def options(self, index: int) -> list[str]:
+        """What makes an agent node `index` of this job."""
+        mine = self.port.setdefault(index, next(self.ports))
+        peers = ",".join(f"127.0.0.1:{self.port[i]}" for i in self.listed)
+        return [f"--peers={peers}", f"--mesh-port={mine}", f"--job-id={self.job}", "--shutdown-timeout=3"]
+
+    def start(self, index: int, *options: str, env: dict[str, str] | None = None, **more: Any) -> Launch:
+        """Start (again) node `index`."""
+        run = self._launch(*self.options(index), *options, env={"SIDE": str(index)} | (env or {}), **more)
+        self.runs[index] = run
+        return run
+
+    def start_all(self, *options: str, **more: Any) -> list[Launch]:
+        """Start every listed node with the same options."""
+        return [self.start(index, *options, **more) for index in self.listed]
+
+    def name(self, index: int) -> str:
+        """Node `index` as agents call it."""
+        return f"127.0.0.1:{self.port[index]}"
+
+    def story(self) -> str:
+        return "".join(f"\n=== node {index}{run.story()}" for index, run in self.runs.items())
+
+    def codes(self) -> list[int]:
+        """Wait for the end of all that still run; exit codes by index."""
+        return [self.runs[index].code() for index in sorted(self.runs)]
+
+    def up(self, count: int, **same: Any) -> list[dict[str, Any]]:
+        """Wait until so many ranks of such a world have met."""
+        run = next(iter(self.runs.values()))
+
+        def seen() -> list[dict[str, Any]]:
+            rows = run.notes("up", **same)
+            return rows if len(rows) >= count else []
+
+        end_s = time.monotonic() + LIMIT_S
+        while not (rows := seen()):
+            assert time.monotonic() < end_s, f"not {count} ranks up with {same}: {run.notes('up')}{self.story()}"
+            time.sleep(0.01)
+        return rows
+
+    def world(self, rows: list[dict[str, Any]]) -> list[str]:
+        """By rank: on which node it is."""
+        return [row["side"] for row in sorted(rows, key=lambda row: int(row["rank"]))]
+
+    def nothing_left(self) -> None:
+        """No process, no run folder, no vote file."""
+        for run in self.runs.values():
+            run.nothing_left()
+        for run in self.runs.values():
+            assert os.listdir(run.folder / "tmp") == []
+        left = {name for name in set(os.listdir("/dev/shm")) - self._shm_before if name.startswith("hyperpodrun-")}
+        mine = {os.path.basename(vote_file.path_for(self.job, self.name(index))) for index in self.port}
+        assert not left & mine, f"vote files left: {left & mine}"
+
+
+def _free_ports() -> Iterator[int]:
+    """Ports below the ephemeral range that nobody listens on; each once."""
+    port = 20000 + os.getpid() * 37 % 9000
+    while True:
+        port = port + 1 if port < 31000 else 20000
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                pass
+        except OSError:
+            continue
+        yield port
+
+
+@pytest.fixture(scope="session")
+def free_ports() -> Iterator[int]:
+    return _free_ports()
+
+
+@pytest.fixture
+def nodes(launch: Callable[..., Launch], free_ports: Iterator[int]) -> Nodes:
+    """Agents of one job on this host; name the contact points first: nodes.contacts(0, 1)."""
+    return Nodes(launch, free_ports, set(os.listdir("/dev/shm")))

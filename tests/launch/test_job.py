@@ -47,7 +47,9 @@ def test_stop_during_the_pre_train_script(launch: Callable, tmp_path: Path) -> N
 
 
 def test_second_ctrl_c_ends_workers_that_ignore_the_first(launch: Callable) -> None:
-    run = launch("--nproc-per-node=2", script="signal.signal(signal.SIGTERM, lambda *a: tell('asked'))\nmeet()\nwhile True: signal.pause()")
+    run = launch(
+        "--nproc-per-node=2", script="signal.signal(signal.SIGTERM, lambda *a: tell('asked'))\nmeet()\nwhile True: signal.pause()"
+    )
     run.until_told("up", 2)
     os.kill(run.pid, signal.SIGINT)
     run.until_told("asked", 2)
@@ -81,7 +83,10 @@ def test_children_of_a_worker_live_through_its_last_save(launch: Callable) -> No
 
 
 def test_unlisted_signal_ends_the_job_without_the_grace_but_without_leftovers(launch: Callable) -> None:
-    run = launch("--signals-to-handle=SIGTERM", script="signal.signal(signal.SIGTERM, lambda *a: tell('asked'))\ntell('up')\nsignal.pause()")
+    run = launch(
+        "--signals-to-handle=SIGTERM",
+        script="signal.signal(signal.SIGTERM, lambda *a: tell('asked'))\ntell('up')\nsignal.pause()",
+    )
     run.until_told("up", 1)
     os.kill(run.pid, signal.SIGHUP)
     assert run.code() == 129, run.story()
@@ -105,7 +110,9 @@ def test_status_file_tells_pids_and_follows_restarts(launch: Callable, tmp_path:
         script="meet()\nif ATTEMPT == 0:\n    sys.exit(RANK)\nwait_for('finish')", env={"HYPERPODRUN_STATUS_FILE": str(status)},
     )  # fmt: skip
     run.until_told("up", 2, attempt=1)
-    told = run.until(lambda: (s := json.loads(status.read_text()))["restart_count"] == 1 and len(s["workers"]) == 2 and s, "both workers")
+    told = run.until(
+        lambda: (s := json.loads(status.read_text()))["restart_count"] == 1 and len(s["workers"]) == 2 and s, "both workers"
+    )
     assert (told["job_id"], told["pid"], told["agent_pid"], told["world_size"]) == ("told", run.pid, run.agent(), 2)
     assert {w["pid"] for w in told["workers"]} == {row["pid"] for row in run.notes("up", attempt=1)}
     (tmp_path / "finish").touch()
@@ -148,7 +155,10 @@ def test_script_that_cannot_be_executed_is_no_reason_to_try_again(launch: Callab
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_both_start_methods_restart(launch: Callable, method: str) -> None:
     run = launch(
-        "--nproc-per-node=3", "--max-restarts=2", f"--start-method={method}", script="meet()\nsys.exit(3 if ATTEMPT < 2 and RANK == 1 else 0)"
+        "--nproc-per-node=3",
+        "--max-restarts=2",
+        f"--start-method={method}",
+        script="meet()\nsys.exit(3 if ATTEMPT < 2 and RANK == 1 else 0)",
     )
     assert run.code() == 0, run.story()
     assert sorted((row["attempt"], row["rank"]) for row in run.notes("up")) == [(a, r) for a in range(3) for r in range(3)]
@@ -160,7 +170,10 @@ def test_nested_launcher_has_a_world_of_its_own(launch: Callable, tmp_path: Path
     inner.write_text("import os\nprint('inner', os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['HYPERPODRUN_JOB_ID'])")
     run = launch(
         "--nproc-per-node=2", "--job-id=outer",
-        script=f"if RANK == 1: sys.exit(subprocess.run([sys.executable, '-m', 'hyperpodrun', '--nproc-per-node=1', {str(inner)!r}]).returncode)",
+        script=f"""
+        if RANK == 1:
+            sys.exit(subprocess.run([sys.executable, '-m', 'hyperpodrun', '--nproc-per-node=1', {str(inner)!r}]).returncode)
+        """,
     )  # fmt: skip
     assert run.code() == 0, run.story()
     assert "inner 0 1 " in run.out

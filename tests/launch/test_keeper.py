@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from hyperpodrun.agent.wire import exit_codes
 
 pytestmark = pytest.mark.processes

@@ -19,6 +19,7 @@ class Outcome:
         self.said: list[str] = report["said"]
         self.attempts: list[Any] = report["attempts"]
         self.codes: list[int] = report["codes"]
+        self.left: int = report["left"]
         self.servers: int = report["servers"]
         self.pid: int = report["pid"]
         self.folder = folder
@@ -47,11 +48,21 @@ def work(tmp_path):  # type: ignore[no-untyped-def]
 def launch(work):  # type: ignore[no-untyped-def]
     """launch(target, *args, run_as="script", python=[flags], popen={...}, **order) -> Outcome."""
 
-    def run(target: str, *args: str, run_as: str = "script", python: tuple[str, ...] = (), popen: dict[str, Any] | None = None, **order: Any) -> Outcome:
+    def run(
+        target: str,
+        *args: str,
+        run_as: str = "script",
+        python: tuple[str, ...] = (),
+        popen: dict[str, Any] | None = None,
+        **order: Any,
+    ) -> Outcome:
         folder = str(work.parent / "streams")
         order = {"program": {"run_as": run_as, "target": target, "args": args}, "out": folder, **order}
+        (work.parent / "order").write_text(json.dumps(order))
         more = {"cwd": work, "stdin": subprocess.DEVNULL, **(popen or {})}
-        done = subprocess.run([sys.executable, *python, AGENT, json.dumps(order)], stdout=subprocess.PIPE, check=True, **more)
+        done = subprocess.run(
+            [sys.executable, *python, AGENT, str(work.parent / "order")], stdout=subprocess.PIPE, check=True, **more
+        )
         return Outcome(json.loads(done.stdout), folder)
 
     return run
@@ -64,7 +75,12 @@ def plain(work):  # type: ignore[no-untyped-def]
     def run(*words: str, **popen: Any) -> subprocess.CompletedProcess[str]:
         more = {"cwd": work, "stdin": subprocess.DEVNULL, **popen}
         return subprocess.run(
-            [sys.executable, *words], capture_output=True, encoding="utf-8", errors="surrogateescape", start_new_session=True, **more
+            [sys.executable, *words],
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            start_new_session=True,
+            **more,
         )
 
     return run

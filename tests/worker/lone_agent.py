@@ -1,10 +1,15 @@
-"""A process that does of an agent only what starting workers needs: a loop, a subreaper, reaping. Run by path: `python lone_agent.py ORDER`.
+"""A process that does of an agent only what starting workers needs: a loop, a subreaper, reaping. Run by path: `python
+lone_agent.py ORDER`.
 
-ORDER is a JSON object: `program` (run_as, target, args), `out` (a folder: rank N's streams go to N.out and N.err there), and if wanted `ranks` (1),
-`attempts` (1), `env` (added for each rank), `cpus`, and any field of JobConfig under `config`. `hooks` names moments with something to do then:
-`{"forking": "kill-server"}`. Prints a JSON object: `said`, `attempts` (a list of {local rank: wait status}, or of a failure), `helpers`.
+ORDER is a file with a JSON object: `program` (run_as, target, args), `out` (a folder: rank N's streams go to N.out and N.err
+there), and if wanted `ranks` (1), `attempts` (1), `env` (added for each rank), `cpus`, `devices`, `port`, any field of
+JobConfig under `config`; `kill-server`: "loading" or "between" attempts;
+`cancel`: "at-once", "loading" or "asked"; `fail-spawn-after`: so many processes, then EAGAIN. Prints a
+JSON object: `said`, `attempts` (each {local rank: wait status}, or why it failed), `codes` (of failed starts), `left`
+(processes of theirs that were still there), `servers` (how many forkservers there were), `pid`.
 """
 
+import errno
 import json
 import os
 import signal
@@ -26,6 +31,7 @@ from hyperpodrun.agent.workers.start import WorkerStarter
 class LoneAgent:
     def __init__(self, order: dict[str, Any]) -> None:
         family.become_subreaper()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})  # ours, not the workers'
         self.order = order
         self.out = order["out"]
         program = msgspec.convert(order["program"], Program)
@@ -39,6 +45,10 @@ class LoneAgent:
         self.said: list[str] = []
         self.attempts: list[dict[str, int] | str] = []
         self.codes: list[int] = []
+        self.left = 0
+        self.fail_spawn_after = order.get("fail-spawn-after")
+        if self.fail_spawn_after is not None:
+            self.break_spawning()
         base = dict(os.environb)
         base[names.FAMILY.encode()] = b"lone"
         self.base = base
@@ -75,16 +85,49 @@ class LoneAgent:
     def run(self) -> None:
         self.starter.prepare()
         self.servers |= self.starter.helper_pids()
-        if self.order.get("cancel") == "loading":
-            self.begin()
+        self.begin()
+        cancel = self.order.get("cancel")
+        if cancel == "at-once":
             self.starter.cancel()
-        elif self.order.get("kill-server") == "loading":
-            self.begin()
+            self.until_childless()
+        elif cancel == "loading":
+            self.reactor.turn(0.01)
+            self.starter.cancel()
+            self.until_childless()
+        elif cancel == "asked":
+            self.cancel_once_asked()
+        if self.order.get("kill-server") == "loading":
             self.kill_server()
-        else:
-            self.begin()
         self.reactor.run()
         self.starter.close()
+
+    def break_spawning(self) -> None:
+        """Let the system refuse new processes after so many."""
+        real, left = os.posix_spawn, self.fail_spawn_after
+
+        def posix_spawn(*args: Any, **more: Any) -> int:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return real(*args, **more)
+
+        os.posix_spawn = posix_spawn
+
+    def cancel_once_asked(self) -> None:
+        """Turn the loop until the forkserver was asked, then call the start off."""
+        while self.starter._server.state == "loading":
+            self.reactor.turn()
+        self.starter.cancel()
+        self.until_childless()
+
+    def until_childless(self) -> None:
+        """Nothing can run later when nothing is there: end helpers, wait for all children, stop."""
+        self.close_streams()
+        self.starter.close()
+        while family.descendants(os.getpid(), family.all_processes()):
+            self.reactor.turn(0.05)
+        self.reactor.stop()
 
     def begin(self) -> None:
         self.ends: dict[str, int] = {}
@@ -109,8 +152,8 @@ class LoneAgent:
             self.watch(pid, lambda status, rank=rank: self.ended(rank, status))
 
     def close_streams(self) -> None:
-        for pair in self.streams:
-            for fd in pair:
+        while self.streams:
+            for fd in self.streams.pop():
                 os.close(fd)
 
     def kill_server(self) -> None:
@@ -126,6 +169,8 @@ class LoneAgent:
     def failed(self, sentence: str, code: int) -> None:
         self.close_streams()
         self.codes.append(code)
+        below = {process.pid for process in family.descendants(os.getpid(), family.all_processes())}
+        self.left += len(below - self.starter.helper_pids())
         self.attempts.append(sentence)
         self.next()
 
@@ -135,14 +180,28 @@ class LoneAgent:
             return
         if self.order.get("kill-server") == "between":
             self.kill_server()
+            for pid in self.starter.helper_pids():
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead, but not known to be: the next order meets a closed line
         self.begin()
 
 
 def main() -> None:
-    order = json.loads(sys.argv[1])
+    with open(sys.argv[1]) as file:
+        order = json.load(file)
     agent = LoneAgent(order)
     agent.run()
-    print(json.dumps({"said": agent.said, "attempts": agent.attempts, "codes": agent.codes, "servers": len(agent.servers), "pid": os.getpid()}))
+    print(
+        json.dumps(
+            {
+                "said": agent.said,
+                "attempts": agent.attempts,
+                "codes": agent.codes,
+                "left": agent.left,
+                "servers": len(agent.servers),
+                "pid": os.getpid(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

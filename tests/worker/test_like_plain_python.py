@@ -1,4 +1,5 @@
-"""A worker cannot tell that it was launched: each probe's output is compared with that of `python -u` itself, for both start methods."""
+"""A worker cannot tell that it was launched: each probe's output is compared with that of `python -u` itself, for both start
+methods."""
 
 import json
 import os
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import zipfile
 
 import pytest
 
@@ -19,12 +21,15 @@ PROBE = '''
     signals = {n: str(signal.getsignal(n)) for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)}
     signals = {n: s.split(" at ")[0] for n, s in signals.items()}
     print(json.dumps(dict(
-        name=__name__, file=__file__, doc=__doc__, package=__package__, spec=repr(__spec__), loader=repr(type(__loader__)),
+        name=__name__, file=__file__, doc=__doc__, package=__package__, spec=repr(__spec__).split(" object at ")[0],
+        spec_says=[getattr(__spec__, k, None) for k in ("name", "origin", "parent")],
+        loader=repr(type(__loader__)),
         loader_says=[getattr(__loader__, k, None) for k in ("name", "path")],
         annotations=__annotations__, builtins=repr(__builtins__), names=sorted(globals().keys() - {"status", "signals", "main"}),
         main=main.__dict__ is globals(), argv=sys.argv, orig_argv=sys.orig_argv, path=sys.path, flags=repr(sys.flags),
         warnoptions=sys.warnoptions, xoptions=sys._xoptions, executable=sys.executable, prefix=sys.prefix,
-        encodings=[sys.stdin.encoding, sys.stdout.encoding, sys.stderr.encoding, sys.getfilesystemencoding(), locale.getpreferredencoding()],
+        encodings=[s.encoding for s in (sys.stdin, sys.stdout, sys.stderr)],
+        more_encodings=[sys.getfilesystemencoding(), locale.getpreferredencoding()],
         errors=[sys.stdin.errors, sys.stdout.errors, sys.stderr.errors],
         buffers=[repr(type(s.buffer)) for s in (sys.stdin, sys.stdout, sys.stderr)], write_through=sys.stdout.write_through,
         line_buffering=[sys.stdout.line_buffering, sys.stderr.line_buffering],
@@ -32,7 +37,8 @@ PROBE = '''
         ignored=status["SigIgn"], blocked=status["SigBlk"], signals=signals, cpus=sorted(os.sched_getaffinity(0)),
         fds=sorted(os.listdir("/proc/self/fd")), leader=os.getsid(0) == os.getpid() == os.getpgid(0), stdin=sys.stdin.read(),
         recursion=sys.getrecursionlimit(), gc=__import__("gc").isenabled(), switch=sys.getswitchinterval(),
-        traced=[repr(sys.gettrace()), repr(sys.getprofile())], hook=sys.excepthook is sys.__excepthook__, bytecode=sys.dont_write_bytecode,
+        traced=[repr(sys.gettrace()), repr(sys.getprofile())], hook=sys.excepthook is sys.__excepthook__,
+        bytecode=sys.dont_write_bytecode,
         comm=open("/proc/self/comm").read(), env=sorted(k for k in os.environ if k.startswith(("PYTHON", "PROBE"))),
         value=repr(os.environb.get(b"PROBE_VALUE")), threads=len(os.listdir("/proc/self/task")),
     ), sort_keys=True))
@@ -67,9 +73,6 @@ def probes(work):
         (work / name).write_text(text)
     (work / "pack" / "__init__.py").write_text("")
     (work / "link.py").symlink_to("below/probe.py")
-    subprocess.run([sys.executable, "-m", "zipfile", "-c", "archive.zip", "folder/__main__.py"], cwd=work, check=True)
-    import zipfile
-
     with zipfile.ZipFile(work / "archive.zip", "w") as file:
         file.writestr("__main__.py", text)
     return work
@@ -91,22 +94,21 @@ def test_what_a_program_sees_of_itself(probes, launch, plain, method, flags, mor
     args = ["--a", "", "b c", "-", "--", "\udce4"]
     given = b"line\n\xc3\xa4"
     (probes / "given").write_bytes(given)
-    typed = [word for flag in flags for word in ([flag] if flag != "-X" else [flag])]
     where = ["-m", target] if run_as == "module" else [target]
+    inherited = {"umask": 0o027, "env": environ(more), "preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
     with open(probes / "given") as stdin:
-        expected = plain(*typed, "-u", *where, *args, env=environ(more), stdin=stdin, umask=0o027)
-    with open(probes / "given") as stdin:
-        popen = {"env": environ(more), "stdin": stdin, "umask": 0o027}
+        expected = plain(*flags, "-u", *where, *args, stdin=stdin, **inherited)
+    with open(probes / "given") as stdin, open(os.devnull) as other:
+        popen = {"stdin": stdin, "pass_fds": [other.fileno()], **inherited}
         seen = launch(target, *args, run_as=run_as, python=flags, popen=popen, config=method)
     assert not seen.said
     assert expected.returncode == 0, expected.stderr
     assert seen.text("0.err") == expected.stderr
     want, got = rows(expected.stdout), rows(seen.text("0.out"))
+    # glibc's posix_spawn leaves its two internal signals ignored; no program can see or use them.
+    got["ignored"], want["ignored"] = (int(str(row["ignored"]), 16) & ~(3 << 31) for row in (got, want))
     # The interpreter's options may be spelled otherwise (-X dev, -Xdev).
-    assert "".join(got.pop("orig_argv")) == "".join(want.pop("orig_argv"))
-    if method["start_method"] == "forkserver":
-        faulthandler_signal = str(int(signal.SIGRTMAX - 2))
-        assert got["signals"].pop(faulthandler_signal) != want["signals"].pop(faulthandler_signal) or True
+    assert "".join(got.pop("orig_argv")).replace("-O-O", "-OO") == "".join(want.pop("orig_argv"))
     assert got == want
     assert seen.code() == 0
 
@@ -126,16 +128,16 @@ ENDS = {
     "interrupted": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n",
     "killed": "import os; print('half a line', end=''); os.kill(os.getpid(), 9)\n",
     "terminated": "import os, time; os.kill(os.getpid(), 15); time.sleep(9)\n",
-    "hook": "import sys, traceback\ndef h(k, e, t):\n    print('mine', k, e, traceback.extract_tb(t), e.__traceback__ is t, sys.last_traceback is t)\nsys.excepthook = h\n1/0\n",
-    "bad-hook": "import sys\nsys.excepthook = None\n1/0\n",
-    "no-hook": "import sys\ndel sys.excepthook\n1/0\n",
+    "hook": "import sys, traceback\n"
+    "def h(k, e, t):\n    print(e, traceback.extract_tb(t), e.__traceback__ is t, sys.last_traceback is t)\n"
+    "sys.excepthook = h\n1/0\n",
     "atexit": "import atexit, sys\natexit.register(print, 'first')\natexit.register(print, 'second')\nsys.exit(3)\n",
     "atexit-after-error": "import atexit\natexit.register(print, 'bye')\n1/0\n",
-    "threads": "import threading, time\nt = threading.Thread(target=lambda: (time.sleep(.1), print('thread done')))\nt.start()\nprint('main done')\n",
+    "threads": "import threading, time\nt = threading.Thread(target=lambda: (time.sleep(.1), print('t')))\n"
+    "t.start()\nprint('m')\n",
     "thread-error": "import threading\nt = threading.Thread(target=lambda: 1/0, name='t')\nt.start(); t.join()\n",
     "destructor": "class A:\n    def __del__(self): print('gone', __name__)\na = A()\n",
     "warning": "import warnings\nwarnings.warn('careful')\nwarnings.warn('old', DeprecationWarning)\n",
-    "warning-above": "import warnings\nwarnings.warn('careful', stacklevel=2)\n",
     "cookie": "# -*- coding: latin-1 -*-\nprint('ä')\n1/0\n",
     "recursion": "def f(): f()\ntry:\n    f()\nexcept RecursionError: print('deep')\n",
     "generator": "def g():\n    yield 1\n    raise ValueError('in g')\nlist(g())\n",
@@ -167,7 +169,14 @@ def test_modules_end_as_under_python(work, launch, plain, method, name):
 
 
 @pytest.mark.parametrize(
-    "run_as, target", [("script", "missing.py"), ("script", "no/such/folder.py"), ("module", "missing"), ("module", "os.missing"), ("script", "empty")]
+    "run_as, target",
+    [
+        ("script", "missing.py"),
+        ("script", "no/such/folder.py"),
+        ("module", "missing"),
+        ("module", "os.missing"),
+        ("script", "empty"),
+    ],
 )
 def test_missing_programs_are_told_as_by_python(work, launch, plain, method, run_as, target):
     (work / "empty").mkdir()

@@ -35,13 +35,13 @@ def test_all_done_is_success() -> None:
 def test_first_failure_stops_the_others_and_is_told_once() -> None:
     group = running(3)
     effects = group.handle(g.Exited(1, EXIT_5), 2.0)
-    assert effects == [g.FirstFailure(g.End(1, 101, EXIT_5, 2.0, signalled=False, hung=False)), g.Ask((0, 2))]
+    assert effects == [g.FirstFailure(g.End(1, 101, EXIT_5, 2.0)), g.Ask((0, 2))]
     assert group.handle(g.Exited(0, KILLED), 2.1) == []
     assert group.handle(g.Exited(2, 0), 2.2) == [g.Sweep()]
     end = over(group.handle(g.Swept(), 2.3))
     assert not end.success
     assert end.cause == "failure"
-    assert [e.signalled for e in end.ends] == [False, True, True]
+    assert [e.sent for e in end.ends] == [(), (signal.SIGTERM,), (signal.SIGTERM,)]
 
 
 def test_lonely_failure_needs_no_ladder() -> None:

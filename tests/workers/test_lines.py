@@ -39,12 +39,14 @@ def render(pieces: list[tuple[int, bytes]], voices: list[Voice], end: bool) -> b
 
 
 class TestScreen:
-    @given(PIECES, st.booleans())
-    def test_every_line_carries_the_prefix_of_who_wrote_it(self, pieces: list[tuple[int, bytes]], end: bool) -> None:
-        shown = render(pieces, [Voice(prefix) for prefix in PREFIXES], end)
+    @given(PIECES, st.booleans(), st.booleans())
+    def test_every_line_carries_the_prefix_of_who_wrote_it(
+        self, pieces: list[tuple[int, bytes]], redraws: bool, end: bool
+    ) -> None:
+        shown = render(pieces, [Voice(prefix, redraws=redraws) for prefix in PREFIXES], end)
         for line in lines_of(shown):
             assert line[:3] in PREFIXES
-            assert not any(prefix in line[3:] for prefix in PREFIXES)
+            assert not any(prefix in line[3:].replace(b"\r" + line[:3], b"\r") for prefix in PREFIXES)
 
     @given(PIECES)
     def test_without_prefixes_and_added_newlines_each_stream_reads_as_it_was_written(
@@ -89,6 +91,22 @@ class TestScreen:
     def test_the_added_newline_stands_for_the_one_that_follows(self) -> None:
         voices = [Voice(b"<0>"), Voice(b"<1>")]
         assert render([(0, b"load"), (1, b"x\n"), (0, b"\nnext\n")], voices, end=False) == b"<0>load\n<1>x\n<0>next\n"
+
+    def test_of_an_exact_voice_that_newline_is_shown_as_well(self) -> None:
+        voices = [Voice(exact=True), Voice(b"<1>")]
+        assert render([(0, b"load"), (1, b"x\n"), (0, b"\nnext\n")], voices, end=False) == b"load\n<1>x\n\nnext\n"
+
+    @pytest.mark.parametrize(
+        ("pieces", "shown"),
+        [
+            ([b"\r10%", b"\r20%", b" done\n"], b"<0>\r<0>10%\r<0>20% done\n"),
+            ([b"10%\r", b"20%\r", b"\n"], b"<0>10%\r<0>20%\r\n"),
+            ([b"a\r\nb\r\n"], b"<0>a\r\n<0>b\r\n"),
+            ([b"a\r", b"\nb\r", b"\rc\n"], b"<0>a\r\n<0>b\r\r<0>c\n"),
+        ],
+    )
+    def test_on_a_terminal_a_redrawn_line_keeps_its_prefix(self, pieces: list[bytes], shown: bytes) -> None:
+        assert render([(0, data) for data in pieces], [Voice(b"<0>", redraws=True)], end=False) == shown
 
     def test_a_stream_that_ends_in_mid_line_gets_its_newline(self) -> None:
         assert render([(0, b"last words")], [Voice(b"<0>")], end=True) == b"<0>last words\n"

@@ -1,0 +1,102 @@
+"""Who is accused by whom, and when that is enough (M4).
+
+Theory: Rapid's cut detection. Alerts about one member are counted by rings. Fewer than L is noise; L or more makes a
+suspect and asks for a roll call once no new alert has come for a while; H or more is beyond doubt. An observer that
+is itself suspect cannot be heard: its alert about somebody already accused is implied.
+
+States of a member: clear (< L), suspect (L..H-1), certain (>= H, with the time since when).
+Invariants: alerts of other views and of strangers count nothing; an alert never goes back to an older `seq`.
+"""
+
+from hyperpodrun.agent.mesh.rings import Rings
+from hyperpodrun.agent.wire.mesh import Alert
+
+
+class Alerts:
+    """One table for one view. Times: nanoseconds of the local clock."""
+
+    def __init__(self, digest: str, rings: Rings) -> None:
+        self.digest = digest
+        self._rings = rings
+        self._table: dict[tuple[str, str], Alert] = {}
+        self._raw: dict[str, int] = {}
+        self._count: dict[str, int] = {}
+        self._dirty = False
+        self._certain_since: dict[str, int] = {}
+        self._suspects: tuple[str, ...] = ()
+        self.first_ns: int | None = None
+        """When the oldest suspicion that still stands began."""
+        self.last_ns = 0
+
+    def apply(self, now: int, alert: Alert) -> bool:
+        """Take in an alert; True when it was news."""
+        weight = self._rings.observers.get(alert.subject, {}).get(alert.observer, 0)
+        if alert.view != self.digest or not weight:
+            return False
+        key = (alert.observer, alert.subject)
+        old = self._table.get(key)
+        if old is not None and old.seq >= alert.seq:
+            return False
+        self._table[key] = alert
+        change = alert.down - (old.down if old is not None else False)
+        if change:
+            self._raw[alert.subject] = self._raw.get(alert.subject, 0) + change * weight
+            self._dirty = True
+        if alert.down:
+            self.last_ns = now
+        return True
+
+    def settle(self, now: int) -> None:
+        """Count what came in; to be called before anything is asked. Apart from `apply`, for alerts come in bursts."""
+        if not self._dirty:
+            return
+        self._dirty = False
+        low, high = self._rings.low, self._rings.high
+        self._count = {}
+        suspects = []
+        for subject in sorted(self._raw):
+            count = self._raw[subject]
+            if not count:
+                continue
+            for observer, weight in self._rings.observers[subject].items():
+                alert = self._table.get((observer, subject))
+                if (alert is None or not alert.down) and self._raw.get(observer, 0) >= low:
+                    count += weight
+            self._count[subject] = count
+            if count >= low:
+                suspects.append(subject)
+            if count >= high:
+                self._certain_since.setdefault(subject, now)
+            else:
+                self._certain_since.pop(subject, None)
+        for subject in [s for s in self._certain_since if s not in self._count]:
+            del self._certain_since[subject]
+        self._suspects = tuple(suspects)
+        if not suspects:
+            self.first_ns = None
+        elif self.first_ns is None:
+            self.first_ns = now
+
+    def count(self, subject: str) -> int:
+        """Alerts about `subject`, by rings, implied ones included."""
+        return self._count.get(subject, 0)
+
+    def suspects(self) -> tuple[str, ...]:
+        """Members with at least L alerts, sorted."""
+        return self._suspects
+
+    def certain(self, now: int, for_ns: int) -> frozenset[str]:
+        """Members that have had at least H alerts for `for_ns`."""
+        return frozenset(s for s, since in self._certain_since.items() if now - since >= for_ns)
+
+    def certain_at(self, for_ns: int) -> int | None:
+        """When the next member will have had H alerts for `for_ns`."""
+        return min((since + for_ns for since in self._certain_since.values()), default=None)
+
+    def standing(self) -> tuple[Alert, ...]:
+        """All alerts that accuse somebody now."""
+        return tuple(alert for _, alert in sorted(self._table.items()) if alert.down)
+
+    def accusers_of(self, subject: str) -> tuple[str, ...]:
+        """Who accuses `subject` now."""
+        return tuple(sorted(a.observer for a in self._table.values() if a.down and a.subject == subject))

@@ -1,0 +1,113 @@
+"""When an agent calls a roll call, whom it waits for, and what it proposes (A3-A5).
+
+Theory: every agent decides nothing alone. Whoever knows of something that asks for a new view (suspicion that has
+settled, reports, joiners, a value accepted and not decided) waits for its turn: the candidates' order is pseudo-
+random in each view and the same at all, suspects are skipped, each next one waits `stagger_ns` longer and steps back
+when somebody else's ballot was seen. So one proposer is the rule, and none is special.
+
+States: none of its own; `convene_ns` is when this agent's turn comes, None: nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from hyperpodrun.agent.mesh.effects import Effect, Send
+from hyperpodrun.agent.mesh.succession import RollCall, genesis, successor
+from hyperpodrun.agent.wire.mesh import Item, Probe, Promise, View
+
+if TYPE_CHECKING:
+    from hyperpodrun.agent.mesh.node import Node
+
+
+def convene(agent: Node, now: int) -> list[Effect]:
+    """Propose when it is time and this agent's turn."""
+    agent.convene_ns = None
+    if agent.agreement.phase != "idle" or agent.agreement.decision is not None or agent.ended:
+        return []
+    at = turn_at(agent, now)
+    if at is None:
+        return []
+    at = max(at, agent.agreement.not_before_ns)
+    if at > now:
+        agent.convene_ns = at
+        return []
+    agent.proposed_ns = now
+    agent.acked.clear()
+    effects: list[Effect] = []
+    if agent.view is not None:
+        effects += (Send(j.node, Probe(agent.here)) for j in agent.reports.joiners(now))
+    return effects + agent.agreement.propose(now)
+
+
+def turn_at(agent: Node, now: int) -> int | None:
+    if agent.view is None:
+        return agent.bootstrap.form_at(now) if agent.works.state == "none" else None
+    config = agent.config
+    agent.alerts.settle(now)
+    ats = [agent.reports.convene_at(now)]
+    if agent.alerts.first_ns is not None:
+        ats.append(min(agent.alerts.first_ns + config.quiet_cap_ns, agent.alerts.last_ns + config.quiet_ns))
+    if agent.agreement.open:
+        ats.append(agent.agreement.accepted_ns + config.open_ns)
+    ready = [at for at in ats if at is not None]
+    if not ready or agent.view.mode == "closed":
+        return None
+    order = order_of_trust(agent)
+    turn = order.index(agent.member.node) if agent.member.node in order else len(order)
+    return min(ready) + turn * config.stagger_ns
+
+
+def order_of_trust(agent: Node) -> tuple[str, ...]:
+    """Candidates nobody suspects, in this view's order."""
+    out = {*agent.alerts.suspects(), *agent.detector.down, *agent.reports.nodes("leaving")}
+    return tuple(node for node in agent.order if node not in out) if out else agent.order
+
+
+def awaited(agent: Node, answered: Collection[str]) -> bool:
+    """Somebody who should answer has not."""
+    suspects = agent.alerts.suspects()
+    if any(node not in answered and node not in suspects for node in agent.electorate()):
+        return True
+    return any(j.source not in agent.acked for j in agent.reports.joiners(agent.proposed_ns))
+
+
+def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | None:
+    """A5."""
+    view = agent.view
+    if view is None:
+        members = tuple(promise.me for _, promise in sorted(promises.items()))
+        return genesis(agent.config, members, f"{agent.rng.getrandbits(64):016x}")
+    agent.alerts.settle(now)
+    reports = agent.reports
+    roll = RollCall(
+        answered=frozenset(promises),
+        accused=frozenset(agent.alerts.suspects()),
+        convicted=agent.alerts.certain(now, agent.config.one_way_ns) | mute(agent, now, promises),
+        unready=reports.nodes("unready"), leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
+        joiners=tuple(j for j in reports.joiners(now) if j.source in agent.acked),
+        failures=reports.of("failed"), restarts=reports.of("restart"),
+        started=agent.barrier.state == "gone", fence_over=agent.works.fence_over(now), settled=agent.works.settled(now),
+    )  # fmt: skip
+    return successor(agent.config, view, agent.digest, roll)
+
+
+def mute(agent: Node, now: int, promises: Mapping[str, Promise]) -> frozenset[str]:
+    """Members that have answered none of this proposer's roll calls for long, though nobody accuses them."""
+    for node in agent.electorate():
+        if node in promises:
+            agent.unanswered.pop(node, None)
+            continue
+        since, last = agent.unanswered.get(node, (now, now))
+        if now - last > 2 * agent.config.backoff_cap_ns:
+            since = now
+        agent.unanswered[node] = (since, now)
+    long_ns = agent.config.one_way_ns
+    return frozenset(node for node, (since, _) in agent.unanswered.items() if now - since >= long_ns)
+
+
+def testimony(agent: Node) -> tuple[Item, ...]:
+    """My own alerts and all pending reports."""
+    mine = (alert for alert in agent.alerts.standing() if alert.observer == agent.member.node)
+    return (*mine, *agent.reports.all())

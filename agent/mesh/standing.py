@@ -1,0 +1,148 @@
+"""Where an agent stands: learning of views, adopting them, starting over, ending (A7, A8).
+
+Theory: a view is adopted only when it was decided: by this agent's own count of a quorum's acceptances, or because
+somebody who adopted it says so. The parent's digest must be that of the view left; what is missing is pulled.
+Adopting is the only thing that stops workers while there is a quorum. An incarnation that is not in the newest view
+of its chain is over: its workers are killed and the agent comes back as another.
+
+States: joining (no view), settled, ended.
+Invariants: views are adopted in order; the vote file holds the view before anything that follows from it is told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from hyperpodrun.agent.mesh.agreement import Agreement
+from hyperpodrun.agent.mesh.alerts import Alerts
+from hyperpodrun.agent.mesh.effects import Adopt, Effect, End, Persist, Send
+from hyperpodrun.agent.mesh.history import follows, holds, linked
+from hyperpodrun.agent.mesh.reports import Reports
+from hyperpodrun.agent.mesh.rings import rings
+from hyperpodrun.agent.mesh.view import candidates, digest_of
+from hyperpodrun.agent.wire.mesh import NOWHERE, Decided, Pull, Source, View, Vote
+
+if TYPE_CHECKING:
+    from hyperpodrun.agent.mesh.node import Node
+
+
+def take_decision(agent: Node, now: int) -> list[Effect]:
+    """This agent's own proposal was accepted by a quorum: adopt it, tell old, new and dropped members (A7)."""
+    nxt = agent.agreement.decision
+    agent.agreement.decision = None
+    if nxt is None:
+        return []
+    told = {member.node for member in nxt.members}
+    if agent.view is not None:
+        told |= {member.node for member in agent.view.members}
+    effects: list[Effect] = list(adopt(agent, now, nxt, False))
+    effects += (Send(node, Decided(nxt)) for node in sorted(told) if node != agent.member.node)
+    return effects
+
+
+def learn(agent: Node, now: int, source: Source, views: tuple[View, ...], may_jump: bool) -> list[Effect]:
+    """Decided views from somebody: adopt what follows ours; ask for what is missing (A7)."""
+    if not views or not linked(views) or agent.ended:
+        return []
+    effects: list[Effect] = []
+    if agent.view is None:
+        if agent.works.state != "none":
+            return []
+        mine = next((i for i, view in enumerate(views) if holds(view, agent.member.source)), None)
+        if mine is None:
+            closed = views[-1].mode == "closed"
+            return end(agent, now, views[-1].exit_code, views[-1].reason) if closed else []
+        effects += adopt(agent, now, views[mine], True)
+        views = views[mine + 1 :]
+    for nxt in views:
+        view = agent.view
+        if view is None or nxt.chain != view.chain or nxt.number <= view.number:
+            continue
+        if follows(view, agent.digest, nxt):
+            effects += adopt(agent, now, nxt, False)
+        elif nxt.number == view.number + 1:
+            agent.note(now, f"view {nxt.number} of {source[0]} does not follow ours")
+            return effects
+        elif may_jump:
+            effects += adopt(agent, now, views[-1], True)
+            return effects
+        else:
+            return [*effects, Send(source[0], Pull(view.chain, view.number))]
+    return effects
+
+
+def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
+    """A8."""
+    digest = digest_of(nxt)
+    cause = agent.cause(now, f"view {nxt.number} generation {nxt.generation} {nxt.mode}: {nxt.reason}")
+    if not holds(nxt, agent.member.source):
+        if agent.is_leaving:
+            return end(agent, now, 0, "left")
+        return rejoin(agent, now, f"dropped in view {nxt.number}: {nxt.reason}")
+    before = agent.view
+    joined = before is None
+    effects: list[Effect] = []
+    settle(agent, now, nxt, digest, None, jumped and not joined)
+    if jumped or joined:
+        agent.history.views.clear()
+        agent.history.add(nxt, True)
+    effects += (Persist(agent.agreement.vote()), Adopt(nxt, digest, cause))
+    if nxt.mode != "run" or nxt.generation != agent.works.generation:
+        effects += agent.works.stop(False, cause)
+    fresh = before is None or before.generation != nxt.generation or before.mode != nxt.mode
+    agent.barrier.adopt(now, nxt, fresh, agent.works.state != "none", now + agent.config.fence_ns if nxt.ghosts else now)
+    if nxt.mode == "closed":
+        effects += end(agent, now, nxt.exit_code, nxt.reason)
+    return effects
+
+
+def settle(agent: Node, now: int, view: View, digest: str, vote: Vote | None, careful: bool) -> None:
+    """Everything that is per view starts anew."""
+    agent.view, agent.digest = view, digest
+    nodes = tuple(member.node for member in view.members)
+    agent.sources = {member.node: member.incarnation for member in view.members}
+    agent.rings = rings(nodes, agent.config.rings)
+    agent.order = candidates(digest, nodes)
+    agent.history.add(view, not agent.history.views)
+    agent.unanswered.clear()
+    agent.lagging.clear()
+    agent.told_ns.clear()
+    agent.heartbeat_ns = agent.repeat_ns = now
+    agent.alerts = Alerts(digest, agent.rings)
+    agent.detector.adopt(now, tuple(agent.rings.subjects.get(agent.member.node, ())))
+    agent.gossip.adopt(len(nodes))
+    agent.reports.adopt(view)
+    agent.lease.adopt(now, view, digest)
+    agent.works.adopt(now, view, careful)
+    agent.agreement.begin(now, view, digest, vote)
+    agent.bootstrap.settle(nodes)
+    agent.here = agent.brief_now(now)
+
+
+def rejoin(agent: Node, now: int, why: str) -> list[Effect]:
+    """This incarnation is over: kill its workers, come back as another (A8)."""
+    cause = agent.cause(now, why)
+    effects: list[Effect] = list(agent.works.stop(True, cause))
+    agent.member = msgspec.structs.replace(agent.member, incarnation=agent.rng.getrandbits(63), role="standby")
+    agent.view, agent.digest, agent.sources = None, "", {}
+    agent.here = NOWHERE
+    agent.rings, agent.order = rings((), agent.config.rings), ()
+    agent.history.views.clear()
+    agent.lease.reset()
+    agent.barrier.reset()
+    agent.detector.adopt(now, ())
+    agent.reports = Reports(agent.config)
+    agent.agreement = Agreement(agent.config, agent.member.source, agent, agent.rng)
+    agent.agreement.begin(now, None, "")
+    agent.bootstrap.start(now)
+    agent.works.reset()
+    effects.append(Persist(agent.agreement.vote()))
+    return effects
+
+
+def end(agent: Node, now: int, code: int, reason: str) -> list[Effect]:
+    agent.ended = True
+    agent.leave_by_ns = None
+    cause = agent.cause(now, f"ends with code {code}: {reason}")
+    return [*agent.works.stop(False, cause), Persist(None), End(code, reason, cause)]

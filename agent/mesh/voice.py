@@ -1,0 +1,76 @@
+"""What an agent tells the others about members and about itself (M4, M7).
+
+Theory: each alert or report goes directly to the first candidates, who will act on it, and by gossip to all, who will
+if those die. An agent that hears itself accused answers the accuser at once (M5): if only heartbeats were lost, the
+accusation is taken back.
+
+States: none of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hyperpodrun.agent.mesh import convening
+from hyperpodrun.agent.mesh.effects import Effect, Send
+from hyperpodrun.agent.mesh.view import member_of
+from hyperpodrun.agent.wire.mesh import Ack, Alert, Item, Report, ReportKind
+from hyperpodrun.agent.wire.mesh import Reports as ReportsMsg
+
+if TYPE_CHECKING:
+    from hyperpodrun.agent.mesh.node import Node
+
+DIRECT = 3
+"""How many candidates are told directly (M7) and grant leases (A9)."""
+
+
+def accuse(agent: Node, now: int, subject: str, down: bool, loud: bool) -> list[Effect]:
+    """Accuse a member, or take it back."""
+    agent.alert_seq = max(agent.alert_seq + 1, now // 1_000_000)
+    alert = Alert(agent.digest, agent.member.node, subject, agent.alert_seq, down, loud)
+    agent.note(now, f"{'accuses' if down else 'hears'} {subject} {'again' if not down else 'loudly' if loud else ''}")
+    if not agent.alerts.apply(now, alert):
+        return []
+    return tell(agent, (alert,))
+
+
+def say(agent: Node, now: int, kind: ReportKind, detail: str, code: int = 0) -> list[Effect]:
+    """Make a report of this agent's own, to be repeated until dealt with."""
+    if agent.view is None:
+        return []
+    report = Report(kind, agent.member.source, agent.view.generation, code, detail)
+    agent.reports.mine[kind] = report
+    agent.repeat_gap_ns = agent.config.hello_ns
+    agent.repeat_ns = now + agent.repeat_gap_ns
+    agent.reports.apply(now, report)
+    agent.note(now, f"{kind}: {detail}")
+    return tell(agent, (report,))
+
+
+def accuse_unready(agent: Node, now: int, node: str) -> None:
+    if agent.view is not None and (member := member_of(agent.view, node)) is not None:
+        agent.reports.apply(now, Report("unready", member.source, agent.view.generation, 0, "not at the barrier in time"))
+
+
+def tell(agent: Node, items: tuple[Item, ...]) -> list[Effect]:
+    """To the first candidates directly, to all by and by (M7)."""
+    if not items:
+        return []
+    for item in items:
+        agent.gossip.put(item)
+    message = ReportsMsg(agent.here, items)
+    return [Send(node, message) for node in convening.order_of_trust(agent)[:DIRECT] if node != agent.member.node]
+
+
+def take_items(agent: Node, now: int, items: tuple[Item, ...]) -> list[Effect]:
+    effects: list[Effect] = []
+    for item in items:
+        if isinstance(item, Alert):
+            if agent.alerts.apply(now, item):
+                agent.gossip.put(item)
+                if item.down and item.subject == agent.member.node:
+                    agent.detector.refuted()
+                    effects.append(Send(item.observer, Ack(agent.here)))
+        elif agent.reports.apply(now, item) and item.kind != "join":
+            agent.gossip.put(item)
+    return effects

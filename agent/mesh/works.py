@@ -1,0 +1,77 @@
+"""This node's workers as the mesh sees them: started by GO, stopped by a decision or by the fence (A8, A9).
+
+Theory: workers run only between GO of their generation and the moment another generation is adopted or the lease runs
+out. Suspicion never stops them. The permit to write checkpoints comes with GO, or, when a member of an earlier world
+was lost and may still run (`view.fence`), once every lease of that world has run out.
+
+States: none, running, stopping (until the driver says that they are gone).
+Invariants: at most one generation is here at a time; never started without a valid lease; no permit without running
+workers.
+"""
+
+from typing import Literal
+
+from hyperpodrun.agent.mesh.config import MeshConfig
+from hyperpodrun.agent.mesh.effects import Effect, Permit, StartWorkers, StopWorkers
+from hyperpodrun.agent.wire.mesh import View
+
+
+class Works:
+    """Times: nanoseconds of the local clock."""
+
+    def __init__(self, config: MeshConfig) -> None:
+        self._config = config
+        self.state: Literal["none", "running", "stopping"] = "none"
+        self.generation = -1
+        self._permitted = False
+        self.permit_ns = 0
+        """When the fence of the current view is over."""
+        self.adopted_ns = 0
+
+    def adopt(self, now: int, view: View, careful: bool) -> None:
+        """A new view. `careful`: views before it were missed, or an earlier life adopted it: assume that it has a fence."""
+        self.adopted_ns = now
+        self.permit_ns = now + (self._config.fence_ns if view.fence or careful else 0)
+
+    def fence_over(self, now: int) -> bool:
+        """No worker of an earlier world can run any more, wherever it was lost."""
+        return now >= self.permit_ns
+
+    def settled(self, now: int) -> bool:
+        """The current view is older than any lease from before it."""
+        return now >= self.adopted_ns + self._config.fence_ns
+
+    def start(self, view: View, cause: str) -> list[Effect]:
+        """GO and a lease are here."""
+        self.state, self.generation, self._permitted = "running", view.generation, False
+        return [StartWorkers(view, cause)]
+
+    def permit(self, now: int, view: View) -> list[Effect]:
+        """Give the permit when it is due."""
+        if self.state != "running" or self._permitted or now < self.permit_ns:
+            return []
+        self._permitted = True
+        return [Permit(view.chain, view.generation)]
+
+    def permit_due(self) -> int | None:
+        """When `permit` has something to do."""
+        return self.permit_ns if self.state == "running" and not self._permitted else None
+
+    def stop(self, kill: bool, cause: str) -> list[Effect]:
+        """Have them stopped; again only to kill what was asked to stop."""
+        if self.state == "none" or (self.state == "stopping" and not kill):
+            return []
+        self.state = "stopping"
+        return [StopWorkers(self.generation, kill, cause)]
+
+    def gone(self, generation: int) -> bool:
+        """The driver says that this generation's are gone; True when that ended something."""
+        if self.state == "none" or generation < self.generation:
+            return False
+        self.state = "none"
+        return True
+
+    def reset(self) -> None:
+        """Another incarnation: generations of another chain may follow."""
+        if self.state == "none":
+            self.generation = -1

@@ -1,0 +1,137 @@
+"""What goes wrong, and when: plain data, so that a failing schedule can be shrunk, printed and kept.
+
+| kind | nodes | value | meaning |
+|---|---|---|---|
+| crash | who | effects still carried out | the agent dies, its keeper kills the workers and starts it again after `for_ms` with its vote file |
+| power | who | | the host goes dark; after `for_ms` (0: never) it is back without a vote file |
+| freeze | who | | agent and workers stand still; the kernel still takes connections |
+| cut | from, to | | this direction loses everything |
+| isolate | who | | both directions between it and everyone else |
+| partition | one side | | both directions between the sides |
+| loss | | per cent | every message may be lost |
+| delay | | ms | every message takes up to so much longer |
+| fail | who | | a worker fails there |
+| finish | | | all workers that run end well |
+| leave | who | | asked to leave; comes back after `for_ms` (0: never) as a new agent |
+| join | who | | a slot that was empty so far starts |
+| restart | who | | a person asks this agent for a restart |
+"""
+
+import random
+from typing import Literal
+
+import msgspec
+from hyperpodrun.agent.mesh.config import MeshConfig
+
+Kind = Literal[
+    "crash", "power", "freeze", "cut", "isolate", "partition", "loss", "delay", "fail", "finish", "leave", "join", "restart"
+]
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Times in milliseconds of virtual time; see the table above."""
+
+    at_ms: int
+    kind: Kind
+    nodes: tuple[str, ...] = ()
+    for_ms: int = 0
+    value: int = 0
+
+
+LEAVING_MS = 7000
+"""Longest time from being asked to leave to being gone; only then a slot may come back."""
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """One run: which job, who is there from the start and when each starts, what goes wrong."""
+
+    seed: int
+    config: MeshConfig
+    starts_ms: tuple[tuple[str, int], ...]
+    faults: tuple[Fault, ...]
+    end_ms: int
+
+    def healed_ms(self) -> int:
+        """From then on nothing more goes wrong."""
+        ends = [f.at_ms + f.for_ms + (LEAVING_MS if f.kind == "leave" and f.for_ms else 0) for f in self.faults]
+        return max([*(at for _, at in self.starts_ms), *ends])
+
+
+def names(count: int) -> tuple[str, ...]:
+    """n00, n01, ..."""
+    return tuple(f"n{i:02d}" for i in range(count))
+
+
+WEIGHTS: tuple[tuple[Kind, int], ...] = (
+    ("crash", 6), ("power", 4), ("freeze", 3), ("cut", 3), ("isolate", 3), ("partition", 4), ("loss", 2), ("delay", 2),
+    ("fail", 3), ("leave", 2), ("join", 2), ("restart", 1),
+)  # fmt: skip
+
+
+def random_config(rng: random.Random, low: int, high: int) -> MeshConfig:
+    """A job of low..high slots: fixed or elastic, with or without spares, roster known or not; leases short or as they are."""
+    slots = rng.randint(low, high)
+    spares = rng.randint(0, max(0, slots // 3)) if rng.random() < 0.4 else 0
+    most = slots - spares
+    least = rng.randint(1, most) if rng.random() < 0.6 else most
+    nodes = names(slots)
+    closed = rng.random() < 0.8
+    short = rng.random() < 0.7
+    second = 1_000_000_000
+    return MeshConfig(
+        slots=slots, min_nodes=least, max_nodes=most, roster=nodes if closed else (), first_contact=nodes[0],
+        elastic_now=rng.random() < 0.7, lease_ns=(4 if short else 15) * second, fence_ns=(5 if short else 16) * second,
+    )  # fmt: skip
+
+
+def random_schedule(seed: int, low: int, high: int) -> Schedule:
+    """The schedule of a seed."""
+    rng = random.Random(f"schedule {seed}")
+    config = random_config(rng, low, high)
+    nodes = names(config.slots)
+    late = rng.random() < 0.3
+    starts = []
+    absent = []
+    for node in nodes:
+        if rng.random() < 0.1 and len(absent) < config.slots - config.min_nodes and node != config.first_contact:
+            absent.append(node)
+        else:
+            starts.append((node, rng.randrange(3000) if late else rng.randrange(60)))
+    faults: list[Fault] = []
+    at = 1500 + rng.randrange(2500)
+    kinds = [kind for kind, weight in WEIGHTS for _ in range(weight)]
+    for _ in range(rng.choice((1, 1, 2, 3, 4, 6, 8))):
+        kind = rng.choice(kinds)
+        who = rng.choice(nodes)
+        span = rng.choice((300, 1000, 2500, 6000))
+        if kind == "join":
+            if not absent:
+                continue
+            faults.append(Fault(at, kind, (absent.pop(),)))
+        elif kind == "cut":
+            other = rng.choice([n for n in nodes if n != who])
+            faults.append(Fault(at, kind, (who, other), span))
+        elif kind == "partition":
+            faults.append(Fault(at, kind, tuple(sorted(rng.sample(nodes, rng.randint(1, len(nodes) - 1)))), span))
+        elif kind == "loss":
+            faults.append(Fault(at, kind, (), span, rng.choice((5, 30, 60))))
+        elif kind == "delay":
+            faults.append(Fault(at, kind, (), span, rng.choice((20, 100, 400))))
+        elif kind == "crash":
+            count = rng.choice((1, 1, 1, 2, len(nodes)))
+            for node in sorted(rng.sample(nodes, min(count, len(nodes)))):
+                faults.append(Fault(at, kind, (node,), 1000 + rng.randrange(400), rng.choice((0, 0, 1, 2, 3, 5))))
+        elif kind == "power":
+            count = rng.choice((1, 1, 1, 2, max(1, len(nodes) // 3), len(nodes)))
+            for node in sorted(rng.sample(nodes, min(count, len(nodes)))):
+                faults.append(Fault(at, kind, (node,), rng.choice((0, 800, 3000))))
+        elif kind == "leave":
+            faults.append(Fault(at, kind, (who,), rng.choice((0, 2000))))
+        elif kind == "freeze":
+            faults.append(Fault(at, kind, (who,), span * 2))
+        else:
+            faults.append(Fault(at, kind, (who,), span if kind == "isolate" else 0))
+        at += rng.choice((0, 50, 300, 1000, 4000))
+    tail = 6000 + (config.fence_ns // 1_000_000 + 1000 if rng.random() < 0.3 else 0)
+    plan = Schedule(seed, config, tuple(starts), tuple(faults), 0)
+    return msgspec.structs.replace(plan, end_ms=max(at, plan.healed_ms()) + tail)

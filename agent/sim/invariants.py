@@ -1,0 +1,153 @@
+"""What must hold after every event, whatever goes wrong (MESH section 6). Sees everything, in true time.
+
+I1 one digest for a place in a chain. I2 a view's parent is the view before it. I3 never two whole worlds at once;
+never two that may write checkpoints (frozen hosts do neither: permits end with the lease, and the first thing after a
+thaw is to look at it); the permit is given only when no worker of an older world, or of another history, runs
+anywhere. I4 nothing is decided without a quorum that accepted it, on disk. I5 only members vote, a promise never
+decreases over the life of a vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and the map is the one
+the oracle finds. I9 nobody who answered the roll call with fewer than L alerts is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hyperpodrun.agent.mesh.view import digest_of, ranks_of, validate
+from hyperpodrun.agent.sim import oracle
+from hyperpodrun.agent.wire.mesh import ZERO, AcceptedMsg, Ballot, Promise, Source, View, Vote
+
+if TYPE_CHECKING:
+    from hyperpodrun.agent.sim.world import Host, World
+
+Place = tuple[str, int, int]
+World_ = tuple[str, int]
+
+
+class Violation(AssertionError):
+    """An invariant does not hold. The text names it."""
+
+
+class Invariants:
+    """Called by the world at each event that could break something."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._digests: dict[Place, str] = {}
+        self.views: dict[str, View] = {}
+        self.decided_at: dict[str, int] = {}
+        self._accepted: dict[str, set[str]] = {}
+        self._acceptors: dict[str, set[Source]] = {}
+        self._votes: dict[tuple[Source, str], Ballot] = {}
+        self._order: dict[World_, tuple[str, ...]] = {}
+
+    def persisted(self, host: Host, vote: Vote | None) -> None:
+        """A vote file was written."""
+        if vote is None:
+            return
+        source = (host.name, vote.incarnation)
+        parent = digest_of(vote.view) if vote.view is not None else ""
+        if vote.view is not None and not any(m.source == source for m in vote.view.members):
+            raise Violation(f"I5 {source} votes in view {vote.view.number}, of which it is no member")
+        before = self._votes.get((source, parent), ZERO)
+        if vote.promised < before:
+            raise Violation(f"I5 {source} promised {before} and now {vote.promised}")
+        self._votes[(source, parent)] = vote.promised
+        if vote.accepted is not None:
+            if vote.accepted.ballot > vote.promised:
+                raise Violation(f"I5 {source} accepted {vote.accepted.ballot} above its promise {vote.promised}")
+            self._accepted.setdefault(digest_of(vote.accepted.view), set()).add(host.name)
+
+    def sent(self, host: Host, message: Promise | AcceptedMsg) -> None:
+        """A vote left a host: it must rest on its disk."""
+        disk = host.disk
+        if disk is None:
+            raise Violation(f"I5 {host.name} votes without a vote file")
+        parent = digest_of(disk.view) if disk.view is not None else ""
+        if parent != message.parent:
+            raise Violation(f"I5 {host.name} votes on a successor of {message.parent}, its file is about {parent}")
+        if disk.promised < message.ballot:
+            raise Violation(f"I5 {host.name} tells a promise of {message.ballot} that is not on disk ({disk.promised})")
+        if isinstance(message, Promise) and message.accepted != disk.accepted:
+            raise Violation(f"I5 {host.name} tells another acceptance than is on its disk")
+        if isinstance(message, AcceptedMsg) and (disk.accepted is None or disk.accepted.ballot < message.ballot):
+            raise Violation(f"I5 {host.name} tells an acceptance of {message.ballot} that is not on disk")
+
+    def adopted(self, host: Host, view: View, digest: str) -> None:
+        """A host stands at a view. The first to do so is where it was decided."""
+        place = (view.chain, view.epoch, view.number)
+        known = self._digests.setdefault(place, digest)
+        if known != digest or digest != digest_of(view):
+            raise Violation(f"I1 two views {view.number} of chain {view.chain}")
+        if digest in self.views:
+            return
+        self.views[digest] = view
+        self.decided_at[digest] = self._world.now
+        try:
+            validate(view)
+        except ValueError as error:
+            raise Violation(f"I6 view {view.number}: {error}") from error
+        config = self._world.config
+        accepted = self._accepted.get(digest, set())
+        if view.number == 0:
+            if not oracle.genesis_quorum(config, accepted):
+                raise Violation(f"I4 view 0 formed by {sorted(accepted)}")
+        else:
+            parent = self.views.get(view.parent)
+            if parent is None or (parent.chain, parent.number) != (view.chain, view.number - 1):
+                raise Violation(f"I2 view {view.number} has no parent")
+            if not oracle.quorum(parent, accepted):
+                raise Violation(f"I4 view {view.number} decided by {sorted(accepted)} of {[m.node for m in parent.members]}")
+            self._map(parent, view)
+        if view.mode == "run":
+            if not config.min_nodes <= len(view.order) <= config.max_nodes:
+                raise Violation(f"I6 a world of {len(view.order)} nodes")
+            old = self._order.setdefault((view.chain, view.generation), view.order)
+            if old != view.order:
+                raise Violation(f"I6 generation {view.generation} has two orders")
+
+    def _map(self, parent: View, view: View) -> None:
+        table = oracle.ranks(view)
+        for node, ranks in ranks_of(view).items() if view.mode == "run" else ():
+            if any(table.get(rank) != node for rank in ranks):
+                raise Violation(f"I6 the ranks of {node} are {ranks}, the oracle says {table}")
+        if view.mode == "run" and parent.order:
+            must = oracle.world_after(self._world.config, parent, view)
+            if list(view.order[: len(must)]) != must:
+                raise Violation(f"I6 the world is {view.order}, the oracle begins it with {must}")
+
+    def proposed(self, host: Host, view: View, answered: set[Source], counts: dict[str, int], low: int) -> None:
+        """A value chosen freely after a roll call (I9)."""
+        node = host.node
+        if node is None or node.view is None:
+            return
+        stay = {m.source for m in view.members}
+        slots = {m.node: m for m in view.members}
+        excused = node.reports.nodes("leaving") | node.reports.nodes("unready")
+        for member in node.view.members:
+            if member.source in stay or member.source not in answered or member.node in excused:
+                continue
+            if counts.get(member.node, 0) < low and member.node not in slots:
+                raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
+
+    def works_changed(self, granted: World_ | None = None) -> None:
+        """Workers started, or a permit was given (I3)."""
+        running: dict[World_, set[str]] = {}
+        permits: set[World_] = set()
+        for host in self._world.hosts.values():
+            if host.works is not None and not host.frozen:
+                running.setdefault(host.works, set()).add(host.name)
+                if host.permit:
+                    permits.add(host.works)
+        whole = [w for w, nodes in running.items() if nodes.issuperset(self._order[w])]
+        if len(whole) > 1:
+            raise Violation(f"I3 two whole worlds run: {whole}")
+        if len(permits) > 1:
+            raise Violation(f"I3 two worlds may write checkpoints: {sorted(permits)}")
+        if granted is not None:
+            older = {
+                w: sorted(nodes)
+                for w, nodes in running.items()
+                if w != granted and not (w[0] == granted[0] and w[1] > granted[1])
+            }
+            if older:
+                raise Violation(f"I3 {granted} is given the permit while workers of {older} run")

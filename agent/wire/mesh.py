@@ -1,0 +1,281 @@
+"""What agents say to each other, and the values they agree on.
+
+Values: `Member`, `View`, `Ballot`, `Vote`. Messages: one struct each, tagged, MessagePack. Everything is immutable; a
+decoder for `Message` checks every type. Times on the wire are nanoseconds of the *sender's* clock and only ever
+echoed back to it: no two clocks are compared.
+
+A node is one slot of the job; an incarnation is one life of that slot's vote file (MESH A2). A message's source,
+which the transport vouches for, is the pair of both.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["active", "standby"]
+Mode = Literal["run", "hold", "closed"]
+Restart = Literal["none", "process", "inprocess"]
+Source = tuple[str, int]
+
+
+class Member(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One agent of the job. `group` is its topology key; `wish` the position it would like (--node-rank), None: any."""
+
+    node: str
+    incarnation: int
+    role: Role = "standby"
+    nproc: int = 1
+    group: str = ""
+    wish: int | None = None
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> Source:
+        """What the transport calls this agent."""
+        return (self.node, self.incarnation)
+
+
+class View(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One agreed state of the job (MESH section 1).
+
+    `chain` names the history it belongs to: a token drawn by whoever formed view 0. `order` holds the active nodes by position
+    in the world; ranks are consecutive in it. `fence`: slots in which workers of an earlier world may still run, so that the right to
+    write checkpoints is withheld ("" stands for slots without a known name). `ghosts`: the active sets of earlier worlds that may still be running *in full*.
+    `restarts` counts the failures that cost the job a restart.
+    """
+
+    chain: str
+    epoch: int
+    number: int
+    generation: int
+    parent: str
+    members: tuple[Member, ...]
+    tiebreak: str
+    order: tuple[str, ...]
+    mode: Mode
+    restart: Restart = "none"
+    restarts: int = 0
+    fence: tuple[str, ...] = ()
+    ghosts: tuple[tuple[str, ...], ...] = ()
+    exit_code: int = 0
+    reason: str = ""
+
+
+class Ballot(msgspec.Struct, frozen=True, gc=False, array_like=True, order=True):
+    """Ordered by round, then by proposer; no two proposers ever use the same one."""
+
+    round: int
+    node: str
+    incarnation: int
+
+
+ZERO = Ballot(0, "", 0)
+
+
+class Accepted(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A value this voter has accepted, and under which ballot."""
+
+    ballot: Ballot
+    view: View
+
+
+class Vote(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The vote file (A2): who I am, the view I am in, what I promised and accepted for the next one."""
+
+    incarnation: int
+    view: View | None
+    promised: Ballot = ZERO
+    accepted: Accepted | None = None
+
+
+class Brief(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Where the sender stands. `live`: its world runs and its lease is good."""
+
+    chain: str
+    epoch: int
+    number: int
+    digest: str
+    live: bool
+
+
+NOWHERE = Brief("", 0, -1, "", False)
+
+
+class Alert(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="alert"):
+    """`observer` does not hear `subject` (or hears it again: down=False). Valid in the view with this digest; `seq` grows."""
+
+    view: str
+    observer: str
+    subject: str
+    seq: int
+    down: bool
+    loud: bool = False
+
+
+ReportKind = Literal["failed", "finished", "leaving", "restart", "unready", "join"]
+
+
+class Report(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="report"):
+    """Something that the next view should take into account (M7).
+
+    failed    workers of `about` failed in `generation` with `code`
+    finished  all workers of `about` ended well in `generation`
+    leaving   `about` leaves in good order; its workers are already gone
+    restart   a person asked for a restart of `generation`
+    unready   `about` did not reach the barrier of `generation` in time
+    join      `member` asks to be taken in
+    """
+
+    kind: ReportKind
+    about: Source
+    generation: int = 0
+    code: int = 0
+    detail: str = ""
+    member: Member | None = None
+
+
+Item = Alert | Report
+
+
+class Heartbeat(msgspec.Struct, frozen=True, gc=False, tag="heartbeat"):
+    """Subject to observer, each interval; carries gossip (M6)."""
+
+    brief: Brief
+    items: tuple[Item, ...] = ()
+
+
+class Probe(msgspec.Struct, frozen=True, gc=False, tag="probe"):
+    """Answer at once."""
+
+    brief: Brief
+
+
+class Ack(msgspec.Struct, frozen=True, gc=False, tag="ack"):
+    """The answer to a probe, and the unasked answer of an accused (M5)."""
+
+    brief: Brief
+
+
+class Reports(msgspec.Struct, frozen=True, gc=False, tag="reports"):
+    """Alerts and reports sent straight to the first candidates (M7)."""
+
+    brief: Brief
+    items: tuple[Item, ...]
+
+
+class Prepare(msgspec.Struct, frozen=True, gc=False, tag="prepare"):
+    """Roll call (A4) for the successor of the view with digest `parent`."""
+
+    brief: Brief
+    parent: str
+    ballot: Ballot
+
+
+class Promise(msgspec.Struct, frozen=True, gc=False, tag="promise"):
+    """I will accept nothing below `ballot`. `spent`: don't count my tiebreak. `items`: what I know that the proposer may not."""
+
+    parent: str
+    ballot: Ballot
+    accepted: Accepted | None
+    spent: bool
+    me: Member
+    items: tuple[Item, ...] = ()
+
+
+class Nack(msgspec.Struct, frozen=True, gc=False, tag="nack"):
+    """`ballot` is too low: I promised `promised`."""
+
+    parent: str
+    ballot: Ballot
+    promised: Ballot
+
+
+class Accept(msgspec.Struct, frozen=True, gc=False, tag="accept"):
+    """Accept this view as the successor (A7)."""
+
+    parent: str
+    ballot: Ballot
+    view: View
+
+
+class AcceptedMsg(msgspec.Struct, frozen=True, gc=False, tag="accepted"):
+    """I accepted what `ballot` proposed. `spent` as in Promise."""
+
+    parent: str
+    ballot: Ballot
+    spent: bool
+
+
+class Decided(msgspec.Struct, frozen=True, gc=False, tag="decided"):
+    """This view is decided."""
+
+    view: View
+
+
+class Pull(msgspec.Struct, frozen=True, gc=False, tag="pull"):
+    """Send me what was decided in `chain` after `number`."""
+
+    chain: str
+    number: int
+
+
+class Chain(msgspec.Struct, frozen=True, gc=False, tag="chain"):
+    """Decided views, consecutive, the newest last; the answer to Pull and to anyone who is behind."""
+
+    views: tuple[View, ...]
+
+
+class Beat(msgspec.Struct, frozen=True, gc=False, tag="beat"):
+    """Ask a candidate for a lease (A9). `echo` is the newest `stamp` seen from it (0: none); `open`: accepted, undecided."""
+
+    brief: Brief
+    sent_ns: int
+    echo: int
+    open: bool
+
+
+class Grant(msgspec.Struct, frozen=True, gc=False, tag="grant"):
+    """`sent_ns` as it was in the beat, `stamp` to be echoed; `age_ns`: since when a quorum is known to be with us, None: not."""
+
+    view: str
+    sent_ns: int
+    stamp: int
+    age_ns: int | None
+
+
+class Ready(msgspec.Struct, frozen=True, gc=False, tag="ready"):
+    """My workers of earlier generations are gone (A8)."""
+
+    brief: Brief
+    generation: int
+
+
+class Go(msgspec.Struct, frozen=True, gc=False, tag="go"):
+    """Everyone is ready for `generation`."""
+
+    brief: Brief
+    generation: int
+
+
+class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
+    """I am here and (unless `settled`) want to be taken in. `knows`: agents heard of lately."""
+
+    brief: Brief
+    member: Member
+    settled: bool
+    knows: tuple[Member, ...] = ()
+
+
+class Welcome(msgspec.Struct, frozen=True, gc=False, tag="welcome"):
+    """The answer to Hello: where I stand, who I am, whom I know, and to whom a join is best told."""
+
+    brief: Brief
+    member: Member
+    knows: tuple[Member, ...]
+    candidates: tuple[str, ...]
+
+
+Message = (
+    Heartbeat | Probe | Ack | Reports | Prepare | Promise | Nack | Accept | AcceptedMsg | Decided | Pull | Chain
+    | Beat | Grant | Ready | Go | Hello | Welcome
+)  # fmt: skip

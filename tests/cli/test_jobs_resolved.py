@@ -1,0 +1,217 @@
+"""Right command lines: the job that comes out of flags, variables and defaults."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from hyperpodrun.agent.config import JobConfig, Streams
+from hyperpodrun.agent.health import gpus
+from hyperpodrun.agent.wire.launch import Program
+from hyperpodrun.cli import machine
+from hyperpodrun.cli.options import OPTIONS
+
+NOTHING, OUT, ERR, BOTH = Streams(), Streams(stdout=True), Streams(stderr=True), Streams(stdout=True, stderr=True)
+
+
+def test_defaults_are_the_agents_own(launcher):
+    job = launcher.job("train.py")
+    expected = JobConfig(program=Program("script", "train.py", ()), job_id=job.job_id, redirects=(NOTHING,), tee=(NOTHING,))
+    assert job == expected
+
+
+def test_all_values_arrive(launcher, tmp_path):
+    job = launcher.job(
+        "--job-id=j", "--nproc-per-node=2", "--role=cook", "--max-restarts=3", "--restart-window=60", "--max-node-failures=4",
+        "--start-method=spawn", f"--log-dir={tmp_path}", "-r", "0:1,1:2", "-t3", "--local-ranks-filter=1", "--master-addr=[::1]",
+        "--duplicate-stdout-filters=a,,b,c", "--duplicate-stderr-filters=d", "--node-rank=0", "--master-port=29500",
+        "--local-addr=10.0.0.1", "--virtual-local-rank", "--numa-binding=core-complex",
+        "--signals-to-handle=SIGTERM,usr1,SIGTERM",
+        "--shutdown-signal=SIGKILL", "--shutdown-timeout=0.5", "--exit-skew-timeout=7", "--pre-train-script=train.py",
+        "--pre-train-args=a 'b c' --role", "--post-train-script=program", "--post-train-args=d", "train.py",
+        PYTHON_EXEC="sh", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="<${rank}>", HPCT_USE_ROOTLESS="0",
+    )  # fmt: skip
+    assert job.python.endswith("/sh")
+    assert job == JobConfig(
+        program=Program("script", "train.py", ()), job_id="j", nproc_per_node=2, role="cook", max_restarts=3, restart_window_s=60,
+        max_node_failures=4, start_method="spawn", python=job.python, log_dir=str(tmp_path), redirects=(OUT, ERR),
+        tee=(BOTH, BOTH),
+        local_ranks_filter=frozenset({1}), duplicate_stdout_filters=("a,b", "c"), duplicate_stderr_filters=("d",),
+        log_line_prefix_template="<${rank}>", node_rank=0, master_addr="::1", master_port=29500, local_addr="10.0.0.1",
+        virtual_local_rank=True, numa_binding="core-complex", signals_to_handle=(signal.SIGTERM, signal.SIGUSR1),
+        shutdown_signal=9, shutdown_timeout_s=0.5, exit_skew_timeout_s=7, pre_train_script="train.py",
+        pre_train_args=("a", "b c", "--role"), post_train_script="program", post_train_args=("d",), rootless=False,
+    )  # fmt: skip
+
+
+def test_a_flag_beats_our_variable_which_beats_torchruns(launcher):
+    both = {"HYPERPODRUN_MAX_RESTARTS": "2", "PET_MAX_RESTARTS": "3"}
+    assert launcher.job("--max-restarts=1", "train.py", **both).max_restarts == 1
+    assert launcher.job("train.py", **both).max_restarts == 2
+    assert launcher.job("train.py", PET_MAX_RESTARTS="3").max_restarts == 3
+    assert launcher.job("train.py", HYPERPODRUN_MAX_RESTARTS="", PET_MAX_RESTARTS="3").max_restarts == 3
+    assert launcher.job("train.py", HYPERPODRUN_MAX_RESTARTS="", PET_MAX_RESTARTS="").max_restarts == 0
+
+
+def test_torchruns_variable_for_the_grace_is_the_weakest(launcher):
+    assert launcher.job("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4").shutdown_timeout_s == 4
+    assert launcher.job("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4", PET_SHUTDOWN_TIMEOUT="5").shutdown_timeout_s == 5
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("TRUE", True), ("yes", True), ("on", True), ("0", False),
+                                          ("False", False), ("no", False), ("off", False), ("", False)])  # fmt: skip
+def test_switches_from_variables(launcher, text, on):
+    assert launcher.job("train.py", PET_VIRTUAL_LOCAL_RANK=text).virtual_local_rank is on
+    assert launcher.job("--virtual-local-rank", "train.py", PET_VIRTUAL_LOCAL_RANK=text).virtual_local_rank is True
+
+
+@pytest.mark.parametrize(
+    ("text", "streams"),
+    [
+        ("0", (NOTHING, NOTHING)),
+        ("1", (OUT, OUT)),
+        ("2", (ERR, ERR)),
+        ("3", (BOTH, BOTH)),
+        ("1:3", (NOTHING, BOTH)),
+        ("=3", (BOTH, BOTH)),
+    ],
+)
+def test_streams_for_each_local_rank(launcher, text, streams):
+    job = launcher.job(f"-r{text}", "--nproc-per-node=2", "train.py")
+    assert (job.redirects, job.tee) == (streams, (NOTHING, NOTHING))
+    assert launcher.job("-t", text, "--nproc-per-node=2", "train.py").tee == streams
+
+
+# --- the job's name
+
+
+def test_the_job_id_is_the_first_that_is_there(launcher):
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3"}
+    assert launcher.job("--rdzv-id=r", "--job-id=j", "train.py", **slurm).job_id == "j"
+    assert launcher.job("--rdzv-id=r", "train.py", HYPERPODRUN_JOB_ID="v", **slurm).job_id == "v"
+    assert launcher.job("--rdzv-id=r", "train.py", **slurm).job_id == "r"
+    assert launcher.job("--rdzv-id=r", "--standalone", "train.py", **slurm).job_id == "r"
+    assert launcher.job("train.py", **slurm).job_id == "77.3"
+    assert launcher.job("train.py", SLURM_JOB_ID="77", SLURM_STEP_ID="4294967291").job_id == "77"
+    assert launcher.job("train.py", PBS_JOBID="12.host").job_id == "12.host"
+    assert launcher.job("train.py", LSB_JOBID="5", LSB_JOBINDEX="2").job_id == "5.2"
+    assert launcher.job("--standalone", "train.py", **slurm).job_id != "77.3"
+    assert launcher.job("train.py").job_id == "0123456789ab"  # the keeper's mark, so that a second agent finds the same
+
+
+def test_inside_a_worker_the_outer_jobs_names_do_not_count(launcher):
+    outer = {"HYPERPODRUN_JOB_ID": "outer", "HYPERPODRUN_GENERATION": "0", "HYPERPODRUN_NODE": "n", "HYPERPODRUN_LINK": "l"}
+    assert launcher.job("train.py", SLURM_JOB_ID="77", **outer).job_id not in ("outer", "77")
+    assert launcher.job("train.py", PET_JOB_ID="mine", **outer).job_id == "mine"
+    assert launcher.job("train.py", HYPERPODRUN_JOB_ID="mine").job_id == "mine"
+
+
+# --- how workers are counted and started
+
+
+@pytest.mark.parametrize(("asked", "found", "workers"), [("gpu", 3, 3), ("auto", 3, 3), ("auto", 0, None), ("cpu", 3, None)])
+def test_workers_are_counted_by_the_machine(launcher, monkeypatch, asked, found, workers):
+    monkeypatch.setattr(gpus, "visible_gpus", lambda env: [object()] * found)
+    job = launcher("--nproc-per-node", asked, "train.py").job
+    assert job.nproc_per_node == (workers or len(os.sched_getaffinity(0)))
+    assert [note for note in job.notes if "no GPU is visible" in note] == list(job.notes)
+    assert len(job.notes) == (asked == "auto" and found == 0)
+
+
+def test_without_gpus_gpu_is_refused_and_says_why(launcher, monkeypatch):
+    monkeypatch.setattr(gpus, "visible_gpus", lambda env: [])
+    assert "no GPU is visible" in launcher.refusal("--nproc-per-node=gpu", "train.py", code=78)
+
+    def dead(env):
+        raise gpus.GpuQueryError("no driver here.")
+
+    monkeypatch.setattr(gpus, "visible_gpus", dead)
+    assert "(no driver here)" in launcher.refusal("--nproc-per-node=gpu", "train.py", code=78)
+    assert launcher("--nproc-per-node=auto", "train.py").job.nproc_per_node == len(os.sched_getaffinity(0))
+    assert "number" in launcher.refusal("--nproc-per-node=xpu", "train.py", code=78)
+
+
+def test_limits_of_the_machine_are_told_before_the_start(launcher, monkeypatch):
+    import resource
+
+    limits = {resource.RLIMIT_NOFILE: 100, resource.RLIMIT_NPROC: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limits[what], limits[what]))
+    launcher.job("--nproc-per-node=15", "train.py")
+    assert "open files is 100" in launcher.refusal("--nproc-per-node=16", "train.py", code=78)
+    limits[resource.RLIMIT_NPROC] = 4
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    launcher.job("train.py")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "processes is 4" in launcher.refusal("train.py", code=78)
+    limits[resource.RLIMIT_NPROC] = 50
+    monkeypatch.setattr(machine, "_own_tasks", lambda uid: 44)
+    launcher.job("--nproc-per-node=2", "train.py")
+    assert "44 are running" in launcher.refusal("--nproc-per-node=3", "train.py", code=78)
+
+
+@pytest.mark.parametrize(
+    ("words", "method", "note"),
+    [
+        (["train.py"], "forkserver", ""),
+        (["-m", "train"], "forkserver", ""),
+        (["--start-method=spawn", "train.py"], "spawn", ""),
+        (["--start-method=fork", "train.py"], "forkserver", "fork: taken as forkserver"),
+        (["--no-python", "./program"], "spawn", ""),
+        (["--start-method=forkserver", "--no-python", "./program"], "spawn", "not Python"),
+        (["--start-method=spawn", "--preload=numpy", "train.py"], "spawn", "--preload"),
+    ],
+)
+def test_start_methods(launcher, words, method, note):
+    job = launcher(*words).job
+    assert job.start_method == method
+    assert len(job.notes) == bool(note) and note in "".join(job.notes)
+
+
+def test_the_own_interpreter_needs_no_mention(launcher):
+    assert launcher.job("train.py", PYTHON_EXEC=sys.executable).python == ""
+    assert launcher.job("--preload=torch,a.b", "train.py").preload == ("torch", "a.b")
+
+
+# --- notes
+
+LATER = {
+    "peers": "node1", "mesh-port": "0", "spares": "1", "elastic-join": "now", "failure-detector": "lax",
+    "on-quorum-loss": "continue:5", "insecure-mesh": "1", "inprocess-restart": "1", "inprocess-timeout": "5",
+    "abort-timeout": "5", "health-interval": "5",
+    "hang-timeout": "5", "server-host": "127.0.0.2", "server-port": "0", "rdzv-backend": "c10d", "rdzv-endpoint": "h:1",
+    "rdzv-conf": "a=1", "monitor-interval": "1", "event-log-handler": "console", "logs-specs": "x", "job-secret-file": "",
+}  # fmt: skip
+
+
+def test_options_that_do_less_than_they_say_are_listed_here():
+    assert {option.name for option in OPTIONS if option.note} == set(LATER)
+
+
+@pytest.mark.parametrize("name", [name for name, text in LATER.items() if text])
+def test_each_of_them_is_said_once_and_only_when_given(launcher, name):
+    (note,) = launcher("train.py", **{f"PET_{name.upper().replace('-', '_')}": LATER[name]}).job.notes
+    assert note.startswith(f"PET_{name.upper().replace('-', '_')}: ")
+
+
+def test_asking_for_nothing_needs_no_note(launcher):
+    quiet = ["--spares=0", "--health-interval=0", "--server-port=-1", "--rdzv-endpoint=localhost:0", "--event-log-handler=null"]
+    assert launcher.job(*quiet, "train.py", PET_INPROCESS_RESTART="0").notes == ()
+
+
+def test_an_elastic_range_runs_on_this_node_and_says_so(launcher):
+    job = launcher("--nnodes=1:4", "--node-rank=2", "train.py").job
+    assert (job.min_nodes, job.max_nodes, job.node_rank) == (1, 4, 2)
+    assert "alone" in "".join(job.notes)
+
+
+def test_a_dead_loopback_network_is_told_where_it_matters(launcher, monkeypatch):
+    monkeypatch.setattr(machine, "loopback_works", lambda: False)
+    assert "loopback network" in "".join(launcher("train.py").job.notes)
+    assert launcher.job("--master-addr=10.0.0.1", "train.py").notes == ()
+
+
+def test_rendezvous_settings_add_up(launcher):
+    outcome = launcher("--rdzv-conf", "a=1,b=2", "--rdzv_conf=b=3", "--dry-run", "train.py")
+    assert "  a=1,b=3  " in outcome.out
+    launcher.refusal("--rdzv-conf", "a=1", "--rdzv-conf", "b", "train.py")

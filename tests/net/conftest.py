@@ -1,0 +1,221 @@
+"""Several hosts on one machine, each a network namespace with its own address, hostname, pids and /dev/shm, and agents started in them.
+
+The rig (`netns_hosts.sh`) makes the hosts; its folder is $HYPERPODRUN_RIGS or `../shared/rigs` beside the repository. Without a rig,
+root or namespaces these tests are skipped. Faults are real: cables are cut, packets dropped, hosts killed or stopped.
+
+All clocks are CLOCK_MONOTONIC, which is one for all hosts here. Workers leave a line every `STEP_S`; `net_worlds` reads them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from net_worlds import TRAINING, Worlds
+
+ROOT = Path(__file__).resolve().parents[2]
+RIGS = Path(os.environ.get("HYPERPODRUN_RIGS", ROOT.parent / "shared" / "rigs"))
+SCRIPT = RIGS / "netns_hosts.sh"
+LIMIT_S = 60.0
+"""For anything that must come; nothing here takes long by itself, but the machine may be busy."""
+
+_rigs = count()
+
+
+def _why_not() -> str:
+    if not SCRIPT.exists():
+        return f"no rig at {SCRIPT} (HYPERPODRUN_RIGS names its folder)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"probe{os.getpid()}"
+    try:
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    except FileNotFoundError:
+        return "no ip command (iproute2)"
+    if made.returncode:
+        return f"no network namespaces here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of this folder's tests are of the network, and skipped where there is none to play with."""
+    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+    why = _why_not() if mine else ""
+    for item in mine:
+        item.add_marker(pytest.mark.network)
+        if why:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+class Agent:
+    """One started launcher on one host. Its output is read as it comes, each line with the time at which it came."""
+
+    def __init__(self, host: str, argv: list[str], env: dict[str, str], cwd: Path) -> None:
+        self.host = host
+        self.lines: list[tuple[float, str]] = []
+        self.process = subprocess.Popen(
+            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip("\n")))
+
+    def said(self, text: str, since_s: float = 0.0) -> float | None:
+        """When it first said so."""
+        return next((at for at, line in list(self.lines) if at >= since_s and text in line), None)
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def close(self) -> None:
+        if not self.ended():
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Hosts:
+    """The hosts h1..hN of one rig and the agents in them."""
+
+    def __init__(self, size: int, folder: Path, mode: str) -> None:
+        self.names = [f"h{i + 1}" for i in range(size)]
+        self.folder = folder
+        self.agents: dict[str, Agent] = {}
+        self.worlds = Worlds(folder)
+        self.started_s = time.monotonic()
+        self.facts: list[str] = []
+        self._all: list[Agent] = []
+        number = next(_rigs)
+        self._env = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "HYPERPODRUN_", "TORCHELASTIC_", "SLURM_"))}
+        self._env |= {
+            "RIG": f"net{os.getpid()}-{number}",
+            "NET": f"10.{64 + os.getpid() % 64}.{number % 256}",
+            "MODE": mode,
+            "HX_CWD": str(folder),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "COVERAGE_PROCESS_START": "",
+        }
+        self.script = folder / "train.py"
+        self.script.write_text(f"FOLDER = {str(folder)!r}\n{TRAINING}")
+        self._options: tuple[str, ...] = ()
+
+    # --- the machines
+
+    def rig(self, *verb: str) -> float:
+        """Do something to the hosts; when that was (just before)."""
+        at = time.monotonic()
+        done = subprocess.run([SCRIPT, *verb], env=self._env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, f"{verb}: {done.stderr}{done.stdout}"
+        return at
+
+    def init_pid(self, host: str) -> int:
+        return int(Path(f"/run/netrig/{self._env['RIG']}/{host}.init").read_text())
+
+    def down(self) -> None:
+        """Away with everything, whatever state it is in."""
+        subprocess.run([SCRIPT, "down"], env=self._env, capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
+        for agent in self._all:
+            agent.close()
+
+    def pids(self, host: str, word: str) -> list[int]:
+        """Processes of that host whose command line holds `word`, as seen from outside."""
+        home = os.readlink(f"/proc/{self.init_pid(host)}/ns/pid")
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                try:
+                    if os.readlink(f"/proc/{entry}/ns/pid") == home and word in Path(f"/proc/{entry}/cmdline").read_text():
+                        found.append(int(entry))
+                except OSError:
+                    continue  # gone meanwhile
+        return found
+
+    # --- the job
+
+    def start(self, *options: str, on: str | None = None) -> None:
+        """Start the launcher with these options (or the last ones) on one host, or on all."""
+        self._options = options or self._options
+        for host in [on] if on else self.names:
+            argv = [sys.executable, str(RIGS / "hostexec.py"), str(self.init_pid(host))]
+            argv += [sys.executable, "-m", "hyperpodrun", "--insecure-mesh", "--peers", ",".join(self.names)]
+            argv += ["--max-restarts=9", "--shutdown-timeout=2", *self._options, str(self.script)]
+            env = self._env | {"TMPDIR": str(self._tmp(host))}
+            self.agents[host] = Agent(host, argv, env, self.folder)
+            self._all.append(self.agents[host])
+
+    def _tmp(self, host: str) -> Path:
+        path = self.folder / f"tmp-{host}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def until(self, check: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
+        """Wait for something that must come."""
+        end_s = time.monotonic() + limit_s
+        while not (value := check()):
+            assert time.monotonic() < end_s, f"no sign of {what}{self.story()}"
+            time.sleep(0.02)
+        return value
+
+    def until_world(self, on: list[str], after_s: float = 0.0, limit_s: float = LIMIT_S) -> Any:
+        """A whole world of exactly these hosts that started after that moment."""
+        return self.until(lambda: self.worlds.complete(on, after_s), f"a world on {on}", limit_s)
+
+    def until_trains(self, world: Any, steps: int = 10) -> None:
+        """Every rank of this world goes on by so many steps from now on."""
+        now_s = time.monotonic()
+        self.until(lambda: self.worlds.steps_since(world.key, now_s) >= steps, f"progress of {world.key}")
+
+    def agent_pid(self, host: str) -> int:
+        """The agent process: child of the keeper."""
+        for pid in self.pids(host, "hyperpodrun"):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent in self.pids(host, "hyperpodrun") and "forkserver" not in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+        raise AssertionError(f"no agent on {host}{self.story()}")
+
+    def note(self, what: str, seconds: float) -> None:
+        """A figure, shown with -s and in the report of a failure; nothing depends on it."""
+        self.facts.append(f"{what}: {seconds:.3f} s")
+        print(f"\n[net] {what}: {seconds:.3f} s")
+
+    def decided(self, after_s: float) -> float:
+        """When the first agent told of a new world."""
+        return min((at for a in self.agents.values() if (at := a.said(": world ", after_s)) is not None), default=float("nan"))
+
+    def story(self) -> str:
+        zero = self.started_s
+        text = [f"\n--- facts {self.facts}\n--- worlds\n{self.worlds.story(zero)}"]
+        lines = sorted((at, f"{a.host} {line}") for a in self._all for at, line in list(a.lines))
+        text += [f"{at - zero:8.3f} {line}" for at, line in lines[-120:]]
+        text += [f"--- {host}: code {agent.process.poll()}" for host, agent in self.agents.items()]
+        return "\n".join(text)
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hosts]:
+    """Four hosts, or as many as `@pytest.mark.parametrize("hosts", [(n, mode)], indirect=True)` says; always taken down."""
+    size, mode = getattr(request, "param", (4, "veth"))
+    made = Hosts(size, tmp_path, mode)
+    try:
+        made.rig("up", str(size))
+        yield made
+        made.worlds.validate()
+    finally:
+        made.down()
