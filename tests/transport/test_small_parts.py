@@ -6,7 +6,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from hyperpodrun.agent.transport import frames, kept, keys
+from hyperpodrun.agent.transport import frames, kept, keys, resolver
 from hyperpodrun.agent.transport.complaints import EVERY_S, MOST_TOPICS, Complaints
 from hyperpodrun.agent.transport.probe import own_addresses, plain, probe_tcp
 from hyperpodrun.agent.transport.resolver import Resolver
@@ -92,6 +92,32 @@ def test_names_resolve_off_the_loop_and_numbers_at_once(net, monkeypatch):
     assert len(good) == 3 and all("127.0.0.1" in hosts for hosts in good)
     assert all(reason for hosts, reason in answers if not hosts)
     names.close()
+
+
+def test_a_resolver_may_be_closed_at_any_time(net, monkeypatch):
+    """A thread that answers late must not ring at a descriptor that belongs to somebody else by then."""
+    import threading
+
+    release, done = threading.Event(), threading.Event()
+    real = resolver._look_up
+
+    def slow(*args):
+        release.wait()
+        real(*args)
+        done.set()
+
+    monkeypatch.setattr(resolver, "_look_up", slow)
+    names = Resolver(net.reactor)
+    names.ask("localhost", lambda hosts, reason: pytest.fail("nobody waits any more"))
+    names.close()
+    ends = socket.socketpair()  # takes the descriptor that became free
+    with ends[0], ends[1]:
+        release.set()
+        assert done.wait(60)
+        for end in ends:
+            end.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                end.recv(1)
 
 
 def test_a_started_program_inherits_none_of_the_descriptors(net):
