@@ -13,8 +13,6 @@ OWN_FILES = 40
 """Descriptors of the launcher beside the ranks': sockets, epoll, libraries that are being loaded, job files."""
 FILES_PER_RANK = 4
 """Two pipes, both ends of which are open while the worker starts."""
-OWN_FILE_BYTES = 64 * 1024
-"""Largest file of the launcher itself: what a few ranks are started with. Log files are not counted, a job lives without them."""
 OWN_PROCESSES = 4
 """Keeper, agent, forkserver, and one helper."""
 
@@ -44,12 +42,6 @@ def check_limits(workers: int) -> None:
         raise MachineRefusal(
             f"the limit on open files is {files} and {workers} worker(s) need about {files_needed}; "
             f"raise it with ulimit -n {files_needed} or start fewer workers"
-        )
-    size_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if size_bytes != resource.RLIM_INFINITY and size_bytes < OWN_FILE_BYTES:
-        raise MachineRefusal(
-            f"the limit on the size of files is {size_bytes} bytes and the launcher itself needs {OWN_FILE_BYTES}; "
-            f"raise it with ulimit -f {OWN_FILE_BYTES // 1024}"
         )
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if processes == resource.RLIM_INFINITY or os.geteuid() == 0:  # the kernel exempts root
