@@ -114,12 +114,15 @@ class KeeperLink:
 def main(run_agent: Callable[[KeeperLink], int]) -> NoReturn:
     """Run `run_agent` in a child process until it ends on purpose; leave with its exit code."""
     _open_standard_streams()
-    if trouble := _too_tight():
+    if trouble := _too_tight() or _blind():
         _say(trouble)
         sys.exit(exit_codes.CONFIG)
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup(1): stays so, here and in workers
     forwarded = {number for number in FORWARDED if not (number == signal.SIGHUP and ignored)}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
+    # Whoever started us may have ignored or blocked these, which exec hands on: without SIGCHLD no end would ever be seen.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    awaited = forwarded | {signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited) - awaited
     family.become_subreaper()
     try:
         folder = run_dir.create()
@@ -171,7 +174,7 @@ class _Keeper:
                 run_dir.remove_dead()  # the agent is busy starting and we have nothing to do
             status = self.watch()
             memo = _read_memo(self.memo_fd)
-            left = family.kill_all(os.getpid(), self.mark, CLEAR_LIMIT_S, self.reap)
+            left = family.kill_all(self.mark, CLEAR_LIMIT_S, self.reap)
             for process in left:
                 _say(
                     f"process {process.pid} ({process.name}, state {process.state}) cannot be killed and stays: the kernel holds it"
@@ -303,6 +306,22 @@ def _too_tight() -> str:
         if limit != resource.RLIM_INFINITY and limit < least:
             return f"the limit on {unit} is {limit} and the launcher alone needs {least}: raise it with {advice}"
     return ""
+
+
+def _blind() -> str:
+    """Why /proc cannot show this job's processes, as a sentence; "" when it can.
+
+    Its numbers must be ours: in the /proc of another pid namespace they mean other processes, and we kill by them.
+    """
+    try:
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return ""
+    except OSError:
+        pass  # nothing is mounted there: the same sentence
+    return (
+        "/proc is not mounted or belongs to another pid namespace, so the job's processes cannot be found in it; "
+        "mount it (mount -t proc proc /proc; unshare has --mount-proc)"
+    )
 
 
 def _say(text: str) -> None:

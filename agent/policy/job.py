@@ -213,7 +213,8 @@ class Job:
             self.port_retries += 1
         elif not self.restarts.spend():
             limit = self.restarts.limit
-            reason = f"all {limit} restarts are spent" if limit else "no restarts were asked for (--max-restarts)"
+            spent = f"all {limit} restarts are spent" if limit > 1 else "the one restart is spent"
+            reason = spent if limit else "no restarts were asked for (--max-restarts)"
             return [GivingUp(reason), *self._end(event.code)]
         self.restart_count += 1
         return [Restarting(self.restarts.left, free), *self._next_attempt()]

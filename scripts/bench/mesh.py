@@ -2,14 +2,15 @@
 
     .venv/bin/python scripts/bench/mesh.py [--quick] [--full] [--only idle,times,pair,cost,simulator] [--json FILE]
 
-Every node is a launcher of its own on this machine's loopback, its workers import nothing.
+Every node is a launcher of its own on this machine's loopback; but for `pair` its workers import nothing.
 
 - idle: N agents (2, 4, 8, 16; with --full 32 and 64 too) while their workers sleep. CPU time is the kernel's, of keeper and
   agent with all threads; messages are those that the agent's state file counts, so ZeroMQ's own heartbeats are not in it;
 - times: one job of four nodes, `--nnodes 2:4`. A worker fails; an agent gets SIGKILL and its keeper starts it again; a node is
   lost with all its processes, and comes back; a node leaves on SIGTERM, and comes back. "decided" is the first view line on
   any node, "trains again" the first time that all ranks of a world are up;
-- pair: two nodes, `--nnodes 1:2`, torchrun beside it (c10d; bounded at 70 s a case, left out with --quick);
+- pair: two nodes, `--nnodes 1:2`, whose workers all-reduce over gloo without pause; torchrun beside it (c10d; bounded at 70 s
+  a case, left out with --quick). "trains again" is the first all-reduce done on all ranks;
 - cost: CPU time of one heartbeat through the real codec, transport and loop, sender and receiver with all their threads;
 - simulator: the same protocol in virtual time at 16 and 128 nodes, with --full 1,024 and 4,096 (minutes); what a message costs
   its receiver is taken from `cost`.
@@ -29,7 +30,7 @@ from pathlib import Path
 import mesh_cost
 import mesh_simulated
 from footprint import MIB, cpu_s, memory_bytes
-from mesh_job import FAIL, Job, free_ports, job, mesh
+from mesh_job import FAIL, TRAINER, Job, free_ports, job, mesh
 from side_by_side import LAUNCHERS, BenchmarkError, Figures, Samples, as_json, options, show
 
 TORCHRUN, OURS = LAUNCHERS
@@ -140,7 +141,10 @@ def worker_fails(running: Job, node: int) -> Figures:
         lambda: next((w.at_s for w in running.words() if w.what == "fails" and w.pid == victim.pid), None), "a worker failing", 10
     )
     up_s, _ = running.up((NODES,), failed_s, 30)
-    return {"worker fails -> decided, s": running.decided(failed_s) - failed_s, "worker fails -> all trains again, s": up_s - failed_s}
+    return {
+        "worker fails -> decided, s": running.decided(failed_s) - failed_s,
+        "worker fails -> all trains again, s": up_s - failed_s,
+    }
 
 
 def agent_killed(running: Job, node: int) -> Figures:
@@ -212,10 +216,10 @@ def pair(quick: bool, repetitions: int) -> tuple[Samples, list[str]]:
     samples: Samples = {LOST: {}, SECOND: {}, FIRST: {}}
     sentences: list[str] = []
     for _ in range(repetitions):
-        with job(OURS, 2, mesh(2, nnodes="1:2")) as running:
+        with job(OURS, 2, mesh(2, nnodes="1:2"), TRAINER) as running:
             began_s = time.monotonic()
             running.start_all()
-            running.up((2,), began_s, 60)
+            running.up((2,), began_s, 90)
             for what, node in ((SECOND, 1), (FIRST, 0)):
                 time.sleep(PAUSE_S)
                 pid, killed_s = running.agent(node), time.monotonic()
@@ -240,12 +244,12 @@ def torchrun_pair(host_of_store: bool, samples: Samples, sentences: list[str]) -
     (port,) = free_ports(1)
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "bench"]
     arguments = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "100", "--local-addr", "127.0.0.1", *rendezvous]
-    with job(TORCHRUN, 2, lambda _node: arguments, limit_s=60 + 2 * TORCHRUN_LIMIT_S) as running:
+    with job(TORCHRUN, 2, lambda _node: arguments, TRAINER, limit_s=60 + 2 * TORCHRUN_LIMIT_S) as running:
         began_s = time.monotonic()
         running.start(0)  # whoever is first serves the store
         running.until(lambda: listening(port), "torchrun's store", 40)
         running.start(1)
-        running.up((2,), began_s, 60)
+        running.up((2,), began_s, 90)
         time.sleep(PAUSE_S)
         other = running.nodes[1 if host_of_store else 0]
         killed_s = running.kill(0 if host_of_store else 1)
@@ -293,6 +297,8 @@ def main() -> None:
     for launcher in LAUNCHERS:
         if not launcher.path.exists():
             sys.exit(f"no {launcher.name} beside {sys.executable}: run scripts/setup, then use .venv/bin/python")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda signum, _frame: sys.exit(128 + signum))  # through the ends of all jobs
     repetitions = 2 if chosen.quick else chosen.repetitions
     counts = (2, 4, 16) if chosen.quick else (2, 4, 8, 16, 32, 64) if chosen.full else (2, 4, 8, 16)
     everything: Samples = {}

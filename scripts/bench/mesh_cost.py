@@ -12,6 +12,7 @@ import time
 from multiprocessing.connection import Connection
 
 import msgspec
+from side_by_side import BenchmarkError
 
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.node import Node
@@ -45,7 +46,7 @@ def world() -> tuple[View, str]:
 
 def receive(pipe: Connection) -> None:
     """The receiver's process: says where it listens, then counts until it was told the number to expect."""
-    view, digest = world()
+    view, _ = world()
     now = time.monotonic_ns()
     node = Node(MeshConfig(slots=2, min_nodes=1, max_nodes=2), view.members[0], 1, now, Vote(1, view))
     decoder = msgspec.msgpack.Decoder(Envelope)
@@ -91,7 +92,7 @@ def measure(count: int) -> dict[str, float]:
     theirs.close()
     if not ours.poll(LIMIT_S):
         process.kill()
-        raise TimeoutError("the receiver did not start")
+        raise BenchmarkError("the receiver did not start")
     reactor = Reactor()
     transport = Transport(
         reactor, identity=Identity("b", 2), label=job_label("bench"), version=1, on_message=lambda *_: None,
@@ -118,10 +119,10 @@ def measure(count: int) -> dict[str, float]:
                 if apart_s:
                     time.sleep(apart_s)
             if not ours.poll(LIMIT_S):
-                raise TimeoutError("the receiver did not receive")
+                raise BenchmarkError("the receiver did not receive")
             heard, received_s = ours.recv()
             if heard < many:
-                raise TimeoutError(f"{heard} of {many} heartbeats came")
+                raise BenchmarkError(f"{heard} of {many} heartbeats came")
             figures[f"one heartbeat {name}: sender, CPU us"] = 1e6 * (time.process_time() - began_s) / sent
             figures[f"one heartbeat {name}: receiver, CPU us"] = 1e6 * received_s / heard
         ours.send(None)

@@ -110,6 +110,25 @@ def test_launcher_process_is_small_and_its_agent_loads_no_torch(launch: Callable
     assert run.code() == 0
 
 
+def _ignore() -> None:
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM])
+
+
+@pytest.mark.parametrize("before", [_ignore, _block])
+def test_signals_ignored_or_blocked_by_the_parent_are_not_missed(launch: Callable, before: Callable) -> None:
+    run = launch("--nproc-per-node=2", script="meet()", preexec_fn=before)
+    assert run.code() == 0, run.story()
+    run = launch("--nproc-per-node=1", script="tell('waits')\nsignal.pause()", preexec_fn=before)
+    run.until_told("waits", 1)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.code() == 143, run.story()
+
+
 def lone_keeper(tmp_path: Path, code: str) -> "subprocess.CompletedProcess[str]":
     """A keeper with an agent that is this code."""
     program = f"import os\nfrom hyperpodrun.agent import keeper\n{code}\nkeeper.main(agent)"
@@ -131,3 +150,10 @@ def test_system_without_room_for_an_agent_is_one_sentence(tmp_path: Path) -> Non
     assert run.returncode == exit_codes.CONFIG
     assert "ulimit -u" in run.stderr and "Traceback" not in run.stderr
     assert len(run.stderr.splitlines()) == 1
+
+
+def test_process_table_of_others_is_refused(tmp_path: Path) -> None:
+    """The numbers in another pid namespace's /proc mean other processes: nothing may be looked up, let alone killed, by them."""
+    run = lone_keeper(tmp_path, "os.readlink = lambda path: '1'\ndef agent(link): return 0")
+    assert run.returncode == exit_codes.CONFIG
+    assert "--mount-proc" in run.stderr and len(run.stderr.splitlines()) == 1

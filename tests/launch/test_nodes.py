@@ -3,14 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.processes
 
-ENV = "MASTER_ADDR MASTER_PORT GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE TORCHELASTIC_RESTART_COUNT HYPERPODRUN_GENERATION"
+ENV = "MASTER_ADDR MASTER_PORT GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
 WORK = f"""
 tell("up", **{{name: os.environ[name] for name in {ENV.split()!r}}})
 while len(told("up")) < WORLD: time.sleep(0.01)
@@ -183,7 +182,7 @@ def test_stop_of_all_at_once_is_prompt_and_leaves_nothing(nodes) -> None:
     for run in runs:
         os.kill(run.pid, signal.SIGTERM)
     assert nodes.codes() == [143, 143, 143], nodes.story()
-    print("all stopped after", time.monotonic() - began_s)
+    assert time.monotonic() - began_s < 3, "they waited for each other's word"
     nodes.nothing_left()
 
 
@@ -259,7 +258,8 @@ def test_contact_points_may_come_in_any_order(nodes, tmp_path: Path) -> None:
     for index in (2, 0, 1):
         run = nodes.start(index, "--nnodes=3", script=WORK)
         run.until(run.agent, "its agent")
-        run.until(lambda run=run: "looking for" in run.err, "word of what it looks for")
+        if index != 1:
+            run.until(lambda run=run: "looking for" in run.err, "word of what it looks for")
     nodes.up(3)
     finish(tmp_path)
     assert nodes.codes() == [0, 0, 0], nodes.story()

@@ -29,8 +29,10 @@ def test_worker_fails_and_all_four_hosts_restart_once(hosts: Hosts) -> None:
 def test_agent_killed_and_its_keeper_brings_it_back_as_the_same_member(hosts: Hosts) -> None:
     hosts.start("--nnodes=4")
     world = hosts.until_world(hosts.names)
-    hosts.until_trains(world)
+    hosts.until_trains(world, 40)  # longer than the keeper's shortest life of an agent
     at = hosts.kill_agent("h3")
+    again = hosts.until(lambda: hosts.agents["h3"].said("starts again", at), "the keeper's word")
+    hosts.note("agent SIGKILL -> keeper starts another", again - at)
     new = hosts.until_world(hosts.names, at)
     hosts.note("agent SIGKILL -> decided", hosts.decided(at) - at)
     hosts.note("agent SIGKILL -> all ranks up", new.up_s - at)
@@ -139,12 +141,13 @@ def test_second_of_two_is_killed_and_the_first_goes_on_alone(hosts: Hosts) -> No
 def test_either_agent_of_two_is_killed_and_both_train_again(hosts: Hosts, victim: str) -> None:
     hosts.start("--nnodes=1:2")
     world = hosts.until_world(hosts.names)
-    hosts.until_trains(world)
+    hosts.until_trains(world, 40)
     at = hosts.kill_agent(victim)
     new = hosts.until_world(hosts.names, at)
     hosts.note(f"nnodes 1:2, agent of {victim} killed -> both train", new.up_s - at)
     hosts.until_trains(new)
-    assert hosts.worlds.generations() == [0, 1]
+    # Whether the other trained alone for the moment that the agent needed to come back is a matter of speed.
+    assert hosts.worlds.generations() in ([0, 1], [0, 1, 2])
     hosts.finish()
 
 
