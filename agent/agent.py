@@ -70,7 +70,7 @@ class Agent:
         self.restarts = Total(config.max_restarts, int(link.memo.get("restarts_used", "0")))
         self.job: policy.Job | cluster.ClusterJob = policy.Job(
             self.restarts,
-            Window(config.max_node_failures, config.restart_window_s),
+            Window(config.max_node_failures, config.restart_window_s, link.deaths_s[:-1]),
             pre_script=config.pre_train_script is not None,
             post_script=config.post_train_script is not None,
             restart_count=int(link.memo.get("restart_count", "0")),
@@ -304,6 +304,7 @@ class Agent:
 
     def start_here(self, world: World) -> None:
         """The mesh says: start."""
+        self.restart_count = world.restart_count
         self.advance(cluster.StartHere(world))
 
     def stop_here(self, generation: int, kill: bool) -> None:
@@ -330,11 +331,15 @@ class Agent:
             else (config.post_train_script, config.post_train_args)
         )
         assert path is not None
+        if isinstance(self.job, policy.Job):
+            restart_count = self.job.restart_count  # of the attempt to come; self.restart_count is the last one's
+        else:
+            restart_count = self.job.world.restart_count if self.job.world is not None else self.restart_count
         name = f"{which}-train"
         env = self.base_env | {
             names.JOB_ID.encode(): os.fsencode(config.job_id),
-            names.RESTART_COUNT.encode(): b"%d" % self.restart_count,
-            names.JOB_RESTART_COUNT.encode(): b"%d" % self.restart_count,
+            names.RESTART_COUNT.encode(): b"%d" % restart_count,
+            names.JOB_RESTART_COUNT.encode(): b"%d" % restart_count,
         }
         streams = self.output.open_helper(name)
 

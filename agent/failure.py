@@ -147,8 +147,10 @@ class FailureDesk:
 
     def _verdict(self, failed: report.FailedRank) -> Verdict:
         return Verdict(
-            # A hung rank that took our signal kindly ended with 0: that is no success.
-            exit_codes.from_wait_status(failed.end.status) or 1,
+            # Ended by our own signal, kindly or not: 0 would be a success, 128 + N would say that somebody had stopped the job.
+            1
+            if exit_codes.signal_of_wait_status(failed.end.status) in failed.end.sent
+            else exit_codes.from_wait_status(failed.end.status) or 1,
             "\n".join(failed.tail.stderr),
             headline=report.headline(failed, self._about("")),
         )

@@ -257,7 +257,7 @@ class MeshDriver:
             with open(self._mesh.secret_file, "rb") as file:
                 return file.read()
         text = self._environ.get(names.JOB_SECRET)
-        return text.encode() if text else None
+        return text.encode(errors="surrogateescape") if text else None
 
     def _dial(self) -> None:
         if self._transport is not None:

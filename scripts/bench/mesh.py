@@ -207,13 +207,13 @@ def last_start_s(running: Job) -> float:
 # --- two nodes, beside torchrun
 
 LOST = "1:2, the other node lost -> trains again, s"
-SECOND = "1:2, second agent SIGKILL -> both train again, s"
-FIRST = "1:2, first agent SIGKILL -> both train again, s"
+FIRST, SECOND = "1:2, first agent SIGKILL", "1:2, second agent SIGKILL"
 
 
 def pair(quick: bool, repetitions: int) -> tuple[Samples, list[str]]:
     """hyperpodrun, then torchrun; sentences about what has no figure."""
-    samples: Samples = {LOST: {}, SECOND: {}, FIRST: {}}
+    agents = {f"{what} -> {who} again, s": {} for what in (SECOND, FIRST) for who in ("trains", "both train")}
+    samples: Samples = {LOST: {}, **agents}
     sentences: list[str] = []
     for _ in range(repetitions):
         with job(OURS, 2, mesh(2, nnodes="1:2"), TRAINER) as running:
@@ -224,15 +224,17 @@ def pair(quick: bool, repetitions: int) -> tuple[Samples, list[str]]:
                 time.sleep(PAUSE_S)
                 pid, killed_s = running.agent(node), time.monotonic()
                 os.kill(pid, signal.SIGKILL)
-                up_s, _ = running.up((2,), killed_s, 30)
-                samples[what].setdefault(OURS.name, []).append(up_s - killed_s)
+                up_s, _ = running.up((1, 2), killed_s, 60)
+                samples[f"{what} -> trains again, s"].setdefault(OURS.name, []).append(up_s - killed_s)
+                up_s, _ = running.up((2,), killed_s, 60)
+                samples[f"{what} -> both train again, s"].setdefault(OURS.name, []).append(up_s - killed_s)
             time.sleep(PAUSE_S)
             # Of two nodes the one without the tiebreak is lost; the tiebreak is rank 0's node.
             _, ranks = running.up((2,), last_start_s(running), 30)
             killed_s = running.kill(ranks[1].node)
             up_s, _ = running.up((1,), killed_s, 30)
             samples[LOST].setdefault(OURS.name, []).append(up_s - killed_s)
-            note(f"hyperpodrun 1:2: {', '.join(f'{what} {by[OURS.name][-1]:.2f}' for what, by in samples.items())}")
+            note("; ".join(f"{what} {by[OURS.name][-1]:.2f}" for what, by in samples.items()))
     if not quick:
         for host_of_store in (False, True):
             torchrun_pair(host_of_store, samples, sentences)
@@ -267,7 +269,8 @@ def torchrun_pair(host_of_store: bool, samples: Samples, sentences: list[str]) -
         after_s = time.monotonic() - killed_s
         if isinstance(outcome, float):
             sentences.append(f"torchrun 1:2, {what} lost: trains again after {outcome - killed_s:.1f} s")
-            samples[FIRST if host_of_store else LOST].setdefault(TORCHRUN.name, []).append(outcome - killed_s)
+            figure = f"{FIRST} -> trains again, s" if host_of_store else LOST
+            samples[figure].setdefault(TORCHRUN.name, []).append(outcome - killed_s)
         else:
             sentences.append(f"torchrun 1:2, {what} lost: the job ends with exit code {outcome} after {after_s:.1f} s")
         note(sentences[-1])
