@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hyperpodrun.agent import family
@@ -35,7 +36,6 @@ from hyperpodrun.agent.workers.sweep import Sweeper
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh_driver import MeshDriver
-    from hyperpodrun.agent.mesh_start import Place
 
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
@@ -193,7 +193,7 @@ class Agent:
                     self.run_attempt(restart_count)
                 case policy.StopAttempt(kill):
                     if not kill:
-                        self.reactor.call_later(TELL_GRACE_S, self.tell_grace)
+                        self.reactor.call_later(TELL_GRACE_S, partial(self.tell_grace, self.attempt.world))
                     self.attempt.stop(kill)
                 case policy.Restarting() | policy.GivingUp():
                     self.desk.tell_next(effect)
@@ -201,9 +201,9 @@ class Agent:
                     self.end(code)
         self.write_status()
 
-    def tell_grace(self) -> None:
+    def tell_grace(self, asked: World | None) -> None:
         """Most ranks leave at once; who waits for the others should know for what, and how to end it."""
-        if count := len(self.attempt.pids):
+        if (count := len(self.attempt.pids)) and self.attempt.world is asked:
             self.output.say(
                 f"waiting for {count} rank(s) of this node to end, at most {self.config.shutdown_timeout_s:g} s; "
                 "a second Ctrl-C (SIGINT) ends them now"
@@ -298,9 +298,9 @@ class Agent:
             case cluster.TellLeaving():
                 self.mesh.notify(fx.LeaveAsked())
 
-    def placed(self, place: "Place") -> None:
-        """The port is this launcher's from now on, also if this agent should die."""
-        self.link.remember(mesh_port=place.port)
+    def placed(self, port: int, vote_path: str) -> None:
+        """The port is this launcher's from now on, also if this agent should die, and the vote file is to be gone in the end."""
+        self.link.remember(mesh_port=port, vote=vote_path)
 
     def start_here(self, world: World) -> None:
         """The mesh says: start."""
@@ -317,6 +317,11 @@ class Agent:
         self.desk.because(reason if code else "")
         self.first_failure.settle()
         self.advance(cluster.JobOver(code, reason))
+
+    def others_done(self, generation: int) -> None:
+        """The mesh says: all ranks of another node have ended well."""
+        if self.attempt.world is not None and self.attempt.world.generation == generation:
+            self.attempt.others_done()
 
     def view_changed(self) -> None:
         """The nodes agreed on something new."""

@@ -214,7 +214,15 @@ class FailureDesk:
         files = (self._output.log_path(local_rank, "stdout"), self._output.log_path(local_rank, "stderr"))
         return report.FailedRank(
             end=blame.WorkerEnd(
-                local_rank, self._first_rank + local_rank, end.pid, status, end.at_s, bool(end.sent), end.hung, end.sent, end.status is None
+                local_rank,
+                self._first_rank + local_rank,
+                end.pid,
+                status,
+                end.at_s,
+                bool(end.sent),
+                end.hung,
+                end.sent,
+                end.status is None,
             ),
             evidence=evidence.gather(self._output.error_file(local_rank), tail, status),
             tail=tail,

@@ -3,13 +3,15 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hyperpodrun.agent.vote_file import VoteFile, path_for
-from hyperpodrun.agent.wire.mesh import Accepted, Ballot, Member, View, Vote
+from hyperpodrun.agent.wire.mesh import ZERO, Accepted, Member, View, Vote
 
 VIEW = View("chain", 0, 3, 1, "parent", (Member("a", 1), Member("b", 2)), "a", ("a", "b"), "run")
-VOTE = Vote(7, VIEW, Ballot(4, "a", 7), Accepted(Ballot(3, "b", 2), VIEW))
+LOWER, HIGHER = (msgspec.structs.replace(ZERO, round=number, node=node, incarnation=7) for number, node in ((3, "b"), (4, "a")))
+VOTE = Vote(7, VIEW, HIGHER, Accepted(LOWER, VIEW))
 
 
 def never(text: str) -> None:

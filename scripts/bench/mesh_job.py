@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from tempfile import mkdtemp
 from typing import NamedTuple, TypeVar
 
 from side_by_side import BenchmarkError, Launcher, Run, marked
+
+from hyperpodrun.agent.workers.rendezvous import choose_port
 
 LOOK_S = 0.002
 FAIL = signal.SIGUSR1
@@ -236,9 +237,8 @@ def mesh(count: int, *more: str, nnodes: str = "") -> Callable[[int], list[str]]
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Ports that nobody holds now, and that no outgoing connection will be given."""
+    ports: list[int] = []
+    for _ in range(count):
+        ports.append(choose_port(frozenset(ports)))
     return ports

@@ -430,3 +430,34 @@ def test_gloo_job_on_two_nodes_survives_a_killed_rank(nodes, tmp_path: Path) -> 
         assert "rank 3 " in run.err and "SIGKILL" in run.err, nodes.story()
     finish(tmp_path)
     nodes.codes()
+
+
+def test_rank_that_hangs_while_another_node_is_done_is_found(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    nodes.start_all(
+        "--nnodes=2", "--exit-skew-timeout=1", "--max-restarts=1", script="meet()\nif ATTEMPT == 0 and RANK == 1: signal.pause()"
+    )
+    assert nodes.codes() == [0, 0], nodes.story()
+    assert {row["attempt"] for row in nodes.up(4)} == {0, 1}
+    assert "not done 1 s after the first rank" in "".join(run.err for run in nodes.runs.values())
+
+
+def test_node_whose_agent_dies_again_and_again_leaves_no_vote_behind(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=2:3", script=WORK)
+    sides = nodes.world(nodes.up(3, generation=0))
+    victim = runs[int(sides[2])]
+
+    def kill() -> bool:
+        if victim.process.poll() is None and (
+            agents := Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()
+        ):
+            os.kill(int(agents[0]), signal.SIGKILL)
+        return victim.process.poll() is not None
+
+    victim.until(kill, "the launcher that gives up")
+    assert victim.code() == 70, nodes.story()
+    nodes.up(2, world=2)
+    finish(tmp_path)
+    assert sorted(nodes.codes()) == [0, 0, 70], nodes.story()
+    nodes.nothing_left()
