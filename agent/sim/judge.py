@@ -52,7 +52,11 @@ def complaint(world: World) -> str | None:
     if len(leading) > 1:
         return None if any(view.mode == "run" for view in leading) else "two histories hold and neither gives way"
     view = leading[0]
+    contact = world.hosts.get(world.config.first_contact)
+    unreachable = not world.config.roster and (contact is None or contact.node is None)
     for host in up:
+        if unreachable and host.node is not None and host.node.view is None:
+            continue  # the only name it knows is not there
         if host.node is None or host.node.view is None or host.node.view != view:
             where = None if host.node is None or host.node.view is None else host.node.view.number
             return f"{host.name} is in view {where}, the newest is {view.number}"
