@@ -91,7 +91,7 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
     nodes = names(config.slots)
     late = rng.random() < 0.3
     starts = []
-    absent = []
+    absent: list[str] = []
     for node in nodes:
         if rng.random() < 0.1 and len(absent) < config.slots - config.min_nodes and node != config.first_contact:
             absent.append(node)

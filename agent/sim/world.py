@@ -41,7 +41,7 @@ from hyperpodrun.agent.mesh.inbox import NEVER
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.sim.faults import LEAVING_MS, Fault, Schedule
 from hyperpodrun.agent.sim.invariants import Invariants, Violation, World_
-from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Member, Message, Promise, Source, Vote
+from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Ballot, Member, Message, Promise, Source, Vote
 
 
 class Host:
@@ -112,7 +112,8 @@ class World:
         self._loss = 0
         self._delay_ns = 0
         self.invariants = Invariants(self)
-        self._rolls: dict[tuple[str, object], set[Source]] = {}
+        self._rolls: dict[tuple[str, Ballot], set[Source]] = {}
+        self._checked: set[tuple[str, Ballot]] = set()
         for name, at in schedule.starts_ms:
             self._push(at * MS, 3, (name,))
         for index, _ in enumerate(schedule.faults):
@@ -325,11 +326,11 @@ class World:
                 pass
 
     def _check_choice(self, host: Host, node: Node, message: Accept) -> None:
-        answered = self._rolls.get((host.name, message.ballot), set())
-        key = (host.name, message.ballot, "checked")
-        if node.view is None or key in self._rolls or any(p.accepted for p in node.agreement.promises.values()):
+        key = (host.name, message.ballot)
+        if node.view is None or key in self._checked or any(p.accepted for p in node.agreement.promises.values()):
             return
-        self._rolls[key] = set()
+        self._checked.add(key)
+        answered = self._rolls.get(key, set())
         counts = {m.node: node.alerts.count(m.node) for m in node.view.members}
         self.invariants.proposed(host, message.view, answered, counts, max(1, (3 * min(10, len(counts) - 1) + 9) // 10))
 
@@ -338,8 +339,8 @@ class World:
         if target is None:
             self._push(self.now + self._latency(), 5, (host, host.life, Connected(to, "refused")))
         elif target.power and not self._cut(host.name, to) and not self._cut(to, host.name):
-            outcome = "open" if target.node is not None else "refused"
-            self._push(self.now + 2 * self._latency(), 5, (host, host.life, Connected(to, outcome)))
+            outcome = Connected(to, "open" if target.node is not None else "refused")
+            self._push(self.now + 2 * self._latency(), 5, (host, host.life, outcome))
 
     def _on_gone(self, host: Host, life: int, generation: int) -> None:
         if host.life != life:

@@ -116,7 +116,9 @@ def long_lease(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(
         lease.Lease, "valid", lambda self, now: self.anchor_ns is not None and now < self.anchor_ns + 4 * self._config.lease_ns
     )
-    mp.setattr(lease.Lease, "until_ns", lambda self: None if self.anchor_ns is None else self.anchor_ns + 4 * self._config.lease_ns)
+    mp.setattr(
+        lease.Lease, "until_ns", lambda self: None if self.anchor_ns is None else self.anchor_ns + 4 * self._config.lease_ns
+    )
 
 
 def lease_for_all(mp: pytest.MonkeyPatch) -> None:
@@ -194,7 +196,9 @@ def forms_at_will(mp: pytest.MonkeyPatch) -> None:
 
 def anyone_forms(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(node, "is_genesis_quorum", lambda config, nodes: len(nodes) >= config.min_nodes)
-    mp.setattr(bootstrap.Bootstrap, "form_at", lambda self, now: None if len(self.present(now)) + 1 < self._config.min_nodes else now)
+    mp.setattr(
+        bootstrap.Bootstrap, "form_at", lambda self, now: None if len(self.present(now)) + 1 < self._config.min_nodes else now
+    )
 
 
 def decides_in_silence(mp: pytest.MonkeyPatch) -> None:
