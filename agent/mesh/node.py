@@ -122,8 +122,10 @@ class Node:
     def tick(self, now: int) -> Effects:
         """Time has passed."""
         effects, self.first = self.first, []
-        if not self.ended or self.view is not None:
+        if not self.ended:
             effects += self._timers(now)
+        elif self._lingers and now >= self.heartbeat_ns:
+            effects += self._round(now)
         return self._finish(now, effects)
 
     def receive(self, now: int, source: Source, message: Message) -> Effects:
@@ -136,6 +138,8 @@ class Node:
                 and node not in self.lagging
             ):  # fmt: skip
                 return ()
+        if self.ended and not self._lingers:
+            return ()
         effects: list[Effect] = []
         handler = inbox.HANDLERS.get(type(message))
         if handler is not None:
@@ -165,6 +169,11 @@ class Node:
         if self.view is not None:
             return tuple(member.node for member in self.view.members)
         return tuple(member.node for member in self.bootstrap.present(self.proposed_ns))
+
+    @property
+    def _lingers(self) -> bool:
+        """Ended with the job, not by leaving: still tells others that it is closed, until the driver ends the process."""
+        return self.ended and self.view is not None and self.view.mode == "closed"
 
     def _timers(self, now: int) -> list[Effect]:
         effects: list[Effect] = []
@@ -220,7 +229,7 @@ class Node:
         """What follows from whatever was just done; at the end of every door."""
         for subject, down, loud in self.detector.verdicts():
             effects += voice.accuse(self, now, subject, down, loud)
-        if self.view is not None or not self.ended:
+        if not self.ended:
             effects += convening.convene(self, now)
         if self.agreement.decision is not None:
             effects += standing.take_decision(self, now)
@@ -245,8 +254,10 @@ class Node:
         dues: list[int | None] = [self.agreement.due_ns(), self.convene_ns]
         if self.first:
             return now
+        if self.ended:
+            return self.heartbeat_ns if self._lingers else NEVER
         if view is None:
-            if self.works.state == "none" and not self.ended:
+            if self.works.state == "none":
                 dues.append(self.bootstrap.due_ns)
         else:
             dues += (

@@ -5,6 +5,8 @@ rate from its own origin. Everything random comes from one generator a purpose, 
 a link with its latency, or are lost. A host handles one message at a time, each for `cost_ns`; while it is frozen
 they queue. Vote files survive a crash of the agent and not the host's.
 
+A job that is busier than any sound one could be is a livelock, and a violation.
+
 States of a host: dark (no power), empty (power, no agent), up, frozen.
 Invariants: those of `invariants`, after every event; the trace digest of a schedule is always the same.
 """
@@ -128,10 +130,15 @@ class World:
     def run(self, until_ms: int | None = None) -> str:
         """Run to the end of the schedule, or to a time; the digest of everything so far."""
         until = (self.schedule.end_ms if until_ms is None else until_ms) * MS
+        mark, before, busiest = self.now + S, self.count, 2000 * len(self.hosts) + 20_000
         heap, handlers, update = self._heap, _HANDLERS, self._digest.update
         while heap and heap[0][0] <= until:
             self.now, _, kind, event = heapq.heappop(heap)
             self.count += 1
+            if self.now > mark:
+                mark, before = self.now + S, self.count
+            elif self.count - before > busiest:
+                raise Violation(f"livelock: {busiest} events within a second")
             update(b"%d %d;" % (self.now, kind))
             handlers[kind](self, *event)
         self.now = until
