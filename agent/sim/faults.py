@@ -3,6 +3,7 @@
 | kind | nodes | value | meaning |
 |---|---|---|---|
 | crash | who | effects still carried out | the agent dies, its keeper kills the workers and starts it again after `for_ms` with its vote file |
+| falter | | messages sent | the next agent to send ACCEPT or DECIDED crashes after so many of them; back after `for_ms` |
 | power | who | | the host goes dark; after `for_ms` (0: never) it is back without a vote file |
 | freeze | who | | agent and workers stand still; the kernel still takes connections |
 | cut | from, to | | this direction loses everything |
@@ -24,7 +25,7 @@ import msgspec
 from hyperpodrun.agent.mesh.config import MeshConfig
 
 Kind = Literal[
-    "crash", "power", "freeze", "cut", "isolate", "partition", "loss", "delay", "fail", "finish", "leave", "join", "restart"
+    "crash", "power", "freeze", "cut", "isolate", "partition", "loss", "delay", "fail", "finish", "leave", "join", "restart", "falter"
 ]
 
 
@@ -64,14 +65,14 @@ def names(count: int) -> tuple[str, ...]:
 
 WEIGHTS: tuple[tuple[Kind, int], ...] = (
     ("crash", 6), ("power", 4), ("freeze", 3), ("cut", 3), ("isolate", 3), ("partition", 4), ("loss", 2), ("delay", 2),
-    ("fail", 3), ("leave", 2), ("join", 2), ("restart", 1),
+    ("fail", 3), ("leave", 2), ("join", 2), ("restart", 1), ("falter", 6),
 )  # fmt: skip
 
 
 def random_config(rng: random.Random, low: int, high: int) -> MeshConfig:
     """A job of low..high slots: fixed or elastic, with or without spares, roster known or not; leases short or as they are."""
     slots = rng.randint(low, high)
-    spares = rng.randint(0, max(0, slots // 3)) if rng.random() < 0.4 else 0
+    spares = rng.choice((0, 0, rng.randint(0, slots // 3), rng.randint(0, slots - 1)))
     most = slots - spares
     least = rng.randint(1, most) if rng.random() < 0.6 else most
     nodes = names(slots)
@@ -113,6 +114,10 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
             faults.append(Fault(at, kind, (who, other), span))
         elif kind == "partition":
             faults.append(Fault(at, kind, tuple(sorted(rng.sample(nodes, rng.randint(1, len(nodes) - 1)))), span))
+        elif kind == "falter":
+            faults.append(Fault(at, kind, (), rng.choice((1000, 1300, 5000)), rng.randint(0, 2 * len(nodes))))
+            if rng.random() < 0.7:
+                faults.append(Fault(at, "restart" if rng.random() < 0.5 else "fail", (who,)))
         elif kind == "loss":
             faults.append(Fault(at, kind, (), span, rng.choice((5, 30, 60))))
         elif kind == "delay":

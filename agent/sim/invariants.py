@@ -5,7 +5,8 @@ never two that may write checkpoints (frozen hosts do neither: permits end with 
 thaw is to look at it); the permit is given only when no worker of an older world, or of another history, runs
 anywhere. I4 nothing is decided without a quorum that accepted it, on disk. I5 only members vote, a promise never
 decreases over the life of a vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and the map is the one
-the oracle finds. I9 nobody who answered the roll call with fewer than L alerts is dropped.
+the oracle finds. I9 nobody who answered the roll call is dropped with fewer than
+H alerts.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Invariants:
             if list(view.order[: len(must)]) != must:
                 raise Violation(f"I6 the world is {view.order}, the oracle begins it with {must}")
 
-    def proposed(self, host: Host, view: View, answered: set[Source], counts: dict[str, int], low: int) -> None:
+    def proposed(self, host: Host, view: View, answered: set[Source], counts: dict[str, int], k: int) -> None:
         """A value chosen freely after a roll call (I9)."""
         node = host.node
         if node is None or node.view is None:
@@ -126,7 +127,7 @@ class Invariants:
         for member in node.view.members:
             if member.source in stay or member.source not in answered or member.node in excused:
                 continue
-            if counts.get(member.node, 0) < low and member.node not in slots:
+            if counts.get(member.node, 0) < (8 * k + 9) // 10 and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
 
     def works_changed(self, granted: World_ | None = None) -> None:

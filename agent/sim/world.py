@@ -43,7 +43,7 @@ from hyperpodrun.agent.mesh.inbox import NEVER
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.sim.faults import LEAVING_MS, Fault, Schedule
 from hyperpodrun.agent.sim.invariants import Invariants, Violation, World_
-from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Ballot, Member, Message, Promise, Source, Vote
+from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Ballot, Decided, Member, Message, Promise, Source, Vote
 
 
 class Host:
@@ -113,9 +113,11 @@ class World:
         self._cuts: dict[tuple[str, str], int] = {}
         self._loss = 0
         self._delay_ns = 0
+        self._falter: int | None = None
+        self._falter_ns = 0
         self.invariants = Invariants(self)
-        self._rolls: dict[tuple[str, Ballot], set[Source]] = {}
-        self._checked: set[tuple[str, Ballot]] = set()
+        self._rolls: dict[tuple[str, str, Ballot], set[Source]] = {}
+        self._checked: set[tuple[str, str, Ballot]] = set()
         for name, at in schedule.starts_ms:
             self._push(at * MS, 3, (name,))
         for index, _ in enumerate(schedule.faults):
@@ -254,7 +256,7 @@ class World:
             return
         host.free_ns = self.now + self._cost_ns
         if type(message) is Promise:
-            self._rolls.setdefault((host.name, message.ballot), set()).add(source)
+            self._rolls.setdefault((host.name, message.parent, message.ballot), set()).add(source)
         effects = node.receive(host.clock(self.now), source, message)
         if effects:
             self._carry_out(host, effects)
@@ -297,6 +299,13 @@ class World:
                     self.invariants.sent(host, message)
                 elif type(message) is Accept:
                     self._check_choice(host, node, message)
+                if self._falter is not None and (type(message) is Accept or type(message) is Decided):
+                    self._falter -= 1
+                    if self._falter < 0:
+                        self._falter = None
+                        host.crash_for_ns = self._falter_ns
+                        self._crash_now(host)
+                        return
                 self._send(host, to, message)
             case Persist(vote):
                 host.disk = vote
@@ -333,13 +342,13 @@ class World:
                 pass
 
     def _check_choice(self, host: Host, node: Node, message: Accept) -> None:
-        key = (host.name, message.ballot)
+        key = (host.name, message.parent, message.ballot)
         if node.view is None or key in self._checked or any(p.accepted for p in node.agreement.promises.values()):
             return
         self._checked.add(key)
         answered = self._rolls.get(key, set())
         counts = {m.node: node.alerts.count(m.node) for m in node.view.members}
-        self.invariants.proposed(host, message.view, answered, counts, max(1, (3 * min(10, len(counts) - 1) + 9) // 10))
+        self.invariants.proposed(host, message.view, answered, counts, min(10, len(counts) - 1))
 
     def _connect(self, host: Host, to: str) -> None:
         target = self.hosts.get(to)
@@ -486,6 +495,9 @@ class World:
         for name in fault.nodes:
             self._start(name)
 
+    def _stumble(self, fault: Fault) -> None:
+        self._falter, self._falter_ns = fault.value, fault.for_ms * MS
+
     def _restart(self, fault: Fault) -> None:
         for name in fault.nodes:
             self.tell(self.hosts[name], RestartAsked("asked for"))
@@ -500,5 +512,5 @@ _HANDLERS: dict[int, Callable[..., None]] = {
 _FAULTS: dict[str, Callable[[World, Fault], None]] = {
     "crash": World._crash, "power": World._power, "freeze": World._freeze, "cut": World._cut_link, "isolate": World._partition,
     "partition": World._partition, "loss": World._weather, "delay": World._weather, "fail": World._fail, "finish": World._finish,
-    "leave": World._leave, "join": World._join, "restart": World._restart,
+    "leave": World._leave, "join": World._join, "restart": World._restart, "falter": World._stumble,
 }  # fmt: skip

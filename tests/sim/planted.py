@@ -237,15 +237,6 @@ def mute_detector(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(detector.Detector, "_accuse", lambda *_: None)
 
 
-def same_ballot_again(mp: pytest.MonkeyPatch) -> None:
-    def propose(self: Agreement, now: int) -> Any:
-        self._highest = ZERO
-        return original(self, now)
-
-    original = Agreement.propose
-    mp.setattr(Agreement, "propose", propose)
-
-
 BUGS = (
     Bug("a promise is told before it is on disk", "A2", without(Persist, "on_prepare")),
     Bug("an acceptance is told before it is on disk", "A2", without(Persist, "on_accept")),
@@ -272,7 +263,6 @@ BUGS = (
     Bug("view 0 is formed without evidence", "A10", forms_at_will),
     Bug("anybody forms view 0", "A10", anyone_forms),
     Bug("nobody hears of a decision", "M6", decides_in_silence),
-    Bug("a ballot is used again", "A4", same_ballot_again),
     Bug("a restart keeps the generation", "A8", same_generation),
     Bug("nobody is ever accused", "M2", mute_detector),
     Bug("a restarted agent does not tell that its workers died", "M7", returns(voice, "say", [])),
