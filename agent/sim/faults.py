@@ -3,7 +3,7 @@
 | kind | nodes | value | meaning |
 |---|---|---|---|
 | crash | who | effects still carried out | the agent dies, its keeper kills the workers and starts it again after `for_ms` with its vote file |
-| falter | | messages sent | the next agent to send ACCEPT or DECIDED crashes after so many of them; back after `for_ms` |
+| falter | | messages sent | the next agent to send ACCEPT or DECIDED within `for_ms` crashes after so many of them; back after `for_ms` |
 | power | who | | the host goes dark; after `for_ms` (0: never) it is back without a vote file |
 | freeze | who | | agent and workers stand still; the kernel still takes connections |
 | cut | from, to | | this direction loses everything |
@@ -25,7 +25,20 @@ import msgspec
 from hyperpodrun.agent.mesh.config import MeshConfig
 
 Kind = Literal[
-    "crash", "power", "freeze", "cut", "isolate", "partition", "loss", "delay", "fail", "finish", "leave", "join", "restart", "falter"
+    "crash",
+    "power",
+    "freeze",
+    "cut",
+    "isolate",
+    "partition",
+    "loss",
+    "delay",
+    "fail",
+    "finish",
+    "leave",
+    "join",
+    "restart",
+    "falter",
 ]
 
 
@@ -43,6 +56,13 @@ LEAVING_MS = 7000
 """Longest time from being asked to leave to being gone; only then a slot may come back."""
 
 
+def extra_ms(fault: Fault) -> int:
+    """How much longer than it says a fault is felt."""
+    if fault.kind == "falter":
+        return fault.for_ms
+    return LEAVING_MS if fault.kind == "leave" and fault.for_ms else 0
+
+
 class Schedule(msgspec.Struct, frozen=True):
     """One run: which job, who is there from the start and when each starts, what goes wrong."""
 
@@ -54,7 +74,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def healed_ms(self) -> int:
         """From then on nothing more goes wrong."""
-        ends = [f.at_ms + f.for_ms + (LEAVING_MS if f.kind == "leave" and f.for_ms else 0) for f in self.faults]
+        ends = [f.at_ms + f.for_ms + extra_ms(f) for f in self.faults]
         return max([*(at for _, at in self.starts_ms), *ends])
 
 

@@ -466,6 +466,8 @@ class World:
     def _on_calm(self, kind: str) -> None:
         if kind == "loss":
             self._loss = 0
+        elif kind == "falter":
+            self._falter = None
         else:
             self._delay_ns = 0
 
@@ -497,6 +499,7 @@ class World:
 
     def _stumble(self, fault: Fault) -> None:
         self._falter, self._falter_ns = fault.value, fault.for_ms * MS
+        self._later(fault, 11, (fault.kind,))
 
     def _restart(self, fault: Fault) -> None:
         for name in fault.nodes:

@@ -256,7 +256,7 @@ BUGS = (
     Bug("old workers are not stopped", "A8", never_stops),
     Bug("GO before all are ready", "A8", hasty_go),
     Bug("a new incarnation joins while its old workers run", "A8", early_hello),
-    Bug("no world is a ghost", "A8", returns(succession, "_ghosts", ())),
+    Bug("no world is a ghost", "A8", returns(succession, "_ghosts", ()), nodes=(4, 6)),
     Bug("the accused are dropped though they answer", "A5", drops_accused),
     Bug("whoever answered late is dropped", "A4", drops_everyone_silent),
     Bug("survivors change their ranks", "A6", shuffles),
