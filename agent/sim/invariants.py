@@ -53,6 +53,8 @@ class Invariants:
         if vote.promised < before:
             raise Violation(f"I5 {source} promised {before} and now {vote.promised}")
         self._votes[(source, parent)] = vote.promised
+        if vote.view is not None:
+            self.adopted(host, vote.view, parent)  # on disk: it stands there, even if it dies before it says so
         if vote.accepted is not None:
             if vote.accepted.ballot > vote.promised:
                 raise Violation(f"I5 {source} accepted {vote.accepted.ballot} above its promise {vote.promised}")
