@@ -86,7 +86,8 @@ class Agreement:
         self._ballot = ZERO
         self._value: View | None = None
         self._highest = ZERO
-        self._tries = 0
+        self.tries = 0
+        self.recovering = False
         self._quorum_ns: int | None = None
         self._close_ns = 0
         self._resend_ns = 0
@@ -101,7 +102,25 @@ class Agreement:
         self.phase = "idle"
         self.not_before_ns = now
         self.decision = None
-        self._tries = 0
+        self.tries = 0
+
+    def enlist(self, parent: str) -> None:
+        """Without a view: vote on the successor of somebody else's (A11). What was accepted for another parent was never decided: it
+        needed this vote and that of whoever asks now, who is further on."""
+        self.parent = parent
+        if self.accepted is not None and self.accepted.view.parent != parent:
+            self.accepted = None
+
+    def hurry(self, now: int) -> None:
+        """What was in the way is gone: ask again now, the closed roster if there is no quorum."""
+        self.phase = "idle"
+        self.tries = 1
+        self.not_before_ns = now
+
+    @property
+    def epoch(self) -> int:
+        """That of this agent's own ballot: a view it proposes has it."""
+        return self._ballot.epoch
 
     @property
     def open(self) -> bool:
@@ -145,19 +164,25 @@ class Agreement:
         return [*effects, Send(source[0], AcceptedMsg(self.parent, ballot, self.spent))]
 
     def _saw(self, now: int, ballot: Ballot) -> None:
-        """Somebody else proposes: step back if it is ahead (A3)."""
-        if ballot > self._highest:
-            self._highest = ballot
-            if (ballot.node, ballot.incarnation) != self._me:
-                self.not_before_ns = max(self.not_before_ns, now + self._config.yield_ns)
+        """Somebody else proposes: step back while it is ahead and at it (A3). Its repeated asking counts, or two candidates would
+        interrupt each other for ever when neither is answered at once."""
+        if ballot < self._highest:
+            return
+        self._highest = ballot
+        if (ballot.node, ballot.incarnation) != self._me:
+            self.not_before_ns = max(self.not_before_ns, now + self._config.yield_ns)
         if self.phase != "idle" and ballot > self._ballot:
             self.phase = "idle"
+            self.tries += 1
 
     # --- the proposer
 
-    def propose(self, now: int) -> list[Effect]:
-        """Open a roll call with a new ballot."""
-        self._ballot = Ballot(max(self._highest.round, self.promised.round) + 1, *self._me)
+    def propose(self, now: int, recover: bool = False) -> list[Effect]:
+        """Open a roll call with a new ballot. `recover`: of the closed roster, in a new epoch (A11)."""
+        highest = max(self._highest, self.promised)
+        own = self.view.epoch if self.view is not None else 0
+        self.recovering = recover
+        self._ballot = Ballot(max(highest.epoch, own + recover), highest.round + 1, *self._me)
         self._highest = self.promised = self._ballot
         self.phase = "roll"
         self._quorum_ns = None
@@ -205,11 +230,11 @@ class Agreement:
     def _rest(self, now: int) -> None:
         """Nothing to change: do not ask again at once."""
         self.phase = "idle"
-        self._tries += 1
+        self.tries += 1
         self.not_before_ns = max(self.not_before_ns, now + self._backoff_ns())
 
     def _backoff_ns(self) -> int:
-        most = min(self._config.backoff_cap_ns, 200 * MS << min(self._tries, 8))
+        most = min(self._config.backoff_cap_ns, 200 * MS << min(self.tries, 8))
         return most // 2 + self._rng.randrange(most)
 
     def _ask(self, now: int, value: View) -> list[Effect]:

@@ -13,9 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.mesh.succession import RollCall, genesis, successor
 from hyperpodrun.agent.wire.mesh import Item, Probe, Promise, View
+
+replace = msgspec.structs.replace
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh.node import Node
@@ -38,7 +42,14 @@ def convene(agent: Node, now: int) -> list[Effect]:
     effects: list[Effect] = []
     if agent.view is not None:
         effects += (Send(j.node, Probe(agent.here)) for j in agent.reports.joiners(now))
-    return effects + agent.agreement.propose(now)
+    return effects + agent.agreement.propose(now, stranded(agent, now))
+
+
+def stranded(agent: Node, now: int) -> bool:
+    """No quorum has been there for so long that nothing runs any more, and asking for one has failed: ask the closed roster, every other time (A11)."""
+    if agent.view is None or agent.lease.valid(now) or not agent.works.settled(now) or len(agent.slots()) != agent.config.slots:
+        return False
+    return agent.agreement.tries % 2 == 1
 
 
 def turn_at(agent: Node, now: int) -> int | None:
@@ -78,19 +89,35 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
     view = agent.view
     if view is None:
         members = tuple(promise.me for _, promise in sorted(promises.items()))
-        return genesis(agent.config, members, f"{agent.rng.getrandbits(64):016x}")
+        return replace(genesis(agent.config, members, f"{agent.rng.getrandbits(64):016x}"), epoch=agent.agreement.epoch)
+    if agent.agreement.recovering:
+        return recovered(agent, view, promises)
     agent.alerts.settle(now)
     reports = agent.reports
     roll = RollCall(
         answered=frozenset(promises),
         accused=frozenset(agent.alerts.suspects()),
         convicted=agent.alerts.certain(now, agent.config.one_way_ns) | mute(agent, now, promises),
-        unready=reports.nodes("unready"), leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
+        unready=reports.nodes("unready"), certified=reports.nodes("dead"), leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
         joiners=tuple(j for j in reports.joiners(now) if j.source in agent.acked),
         failures=reports.of("failed"), restarts=reports.of("restart"),
         started=agent.barrier.state == "gone", fence_over=agent.works.fence_over(now), settled=agent.works.settled(now),
     )  # fmt: skip
-    return successor(agent.config, view, agent.digest, roll)
+    return in_epoch(successor(agent.config, view, agent.digest, roll), agent.agreement.epoch)
+
+
+def in_epoch(view: View | None, epoch: int) -> View | None:
+    """The view with the epoch of the ballot that proposes it."""
+    return None if view is None else replace(view, epoch=epoch)
+
+
+def recovered(agent: Node, view: View, promises: Mapping[str, Promise]) -> View | None:
+    """What the closed roster goes on with (A11): members that are there with their vote files, new incarnations, nobody else."""
+    stay = frozenset(node for node, promise in promises.items() if agent.sources.get(node) == promise.me.incarnation)
+    fresh = tuple(promise.me for node, promise in sorted(promises.items()) if node not in stay)
+    gone = frozenset(agent.sources) - stay
+    roll = RollCall(answered=stay, convicted=gone, joiners=fresh)
+    return in_epoch(successor(agent.config, view, agent.digest, roll), agent.agreement.epoch)
 
 
 def mute(agent: Node, now: int, promises: Mapping[str, Promise]) -> frozenset[str]:

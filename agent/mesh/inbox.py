@@ -110,17 +110,33 @@ def votes(agent: Node, source: Source, parent: str) -> bool:
     """Whether a message of the agreement concerns the decision this agent takes part in, from somebody who does too."""
     if parent != agent.agreement.parent or agent.ended:
         return False
-    return agent.view is None or agent.sources.get(source[0]) == source[1]
+    if agent.view is None or agent.sources.get(source[0]) == source[1]:
+        return True
+    return agent.agreement.recovering and source[0] in agent.slots()
 
 
 def on_prepare(agent: Node, now: int, source: Source, message: Prepare) -> list[Effect]:
+    if agent.view is None:
+        return _prepare_joining(agent, now, source, message)
     if votes(agent, source, message.parent):
-        if agent.view is None and (agent.works.state != "none" or agent.bootstrap.knows_view(now)):
-            return []
         return agent.agreement.on_prepare(now, source, message)
-    if agent.view is not None and not message.parent:
+    if not message.parent:
         return tell_behind(agent, now, source[0], -1)
     return compare(agent, now, source, message.brief)
+
+
+def _prepare_joining(agent: Node, now: int, source: Source, message: Prepare) -> list[Effect]:
+    """Without a view: the roll call for view 0 (A10), or one of the closed roster by members that lost their quorum (A11)."""
+    if agent.ended or agent.works.state != "none":
+        return []
+    recovery = message.parent != "" and message.ballot.epoch > 0
+    if not recovery and (message.parent != "" or agent.bootstrap.knows_view(now)):
+        return compare(agent, now, source, message.brief)
+    if message.parent != agent.agreement.parent:
+        if message.ballot <= agent.agreement.promised:
+            return []
+        agent.agreement.enlist(message.parent)
+    return agent.agreement.on_prepare(now, source, message)
 
 
 def on_promise(agent: Node, now: int, source: Source, message: Promise) -> list[Effect]:

@@ -23,6 +23,7 @@ from hyperpodrun.agent.mesh.bootstrap import Bootstrap
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.detector import Detector
 from hyperpodrun.agent.mesh.effects import (
+    CertifyDead,
     Connected,
     ConnectionLost,
     Effect,
@@ -41,7 +42,7 @@ from hyperpodrun.agent.mesh.gossip import Gossip
 from hyperpodrun.agent.mesh.history import History, holds
 from hyperpodrun.agent.mesh.inbox import NEVER
 from hyperpodrun.agent.mesh.lease import Lease
-from hyperpodrun.agent.mesh.quorum import is_genesis_quorum, is_quorum
+from hyperpodrun.agent.mesh.quorum import is_genesis_quorum, is_quorum, is_recovery_quorum
 from hyperpodrun.agent.mesh.reports import Reports
 from hyperpodrun.agent.mesh.rings import Rings, rings
 from hyperpodrun.agent.mesh.view import brief_of, digest_of
@@ -160,15 +161,23 @@ class Node:
 
     def is_quorum(self, nodes: Collection[str], spent: Collection[str]) -> bool:
         """A1, or A10 for view 0."""
+        if self.agreement.recovering:
+            return is_recovery_quorum(self.config, self.slots(), self.reports.nodes("dead"), nodes)
         if self.view is None:
             return is_genesis_quorum(self.config, nodes)
         return is_quorum(self.view, nodes, self.view.tiebreak not in spent)
 
     def electorate(self) -> tuple[str, ...]:
-        """All members, suspects too (A4); for view 0 everyone present."""
+        """All members, suspects too (A4); in a recovery every slot; for view 0 everyone present."""
+        if self.agreement.recovering:
+            return self.slots()
         if self.view is not None:
             return tuple(member.node for member in self.view.members)
         return tuple(member.node for member in self.bootstrap.present(self.proposed_ns))
+
+    def slots(self) -> tuple[str, ...]:
+        """Every slot of the job whose name is known here."""
+        return tuple(sorted((self.member.node, *self.bootstrap.slots())))
 
     @property
     def _lingers(self) -> bool:
@@ -290,6 +299,8 @@ class Node:
                     return voice.say(self, now, "finished", "")
             case RestartAsked(detail):
                 return voice.say(self, now, "restart", detail)
+            case CertifyDead(node):
+                return voice.certify(self, now, node)
             case LeaveAsked():
                 return self._leave(now)
         return []

@@ -4,6 +4,9 @@ Theory: two quorums of one view always share a member. Two majorities do; a half
 two halves that both hold the tiebreak do. Taking quorums away (a spent tiebreak, `may_tiebreak=False`) keeps that
 true.
 
+When no quorum is left (A11), the closed roster may decide: every slot that is not certified dead. That shares a living member with every
+quorum that still has one; a quorum of which all are gone can have told nobody who is still there and would not say so.
+
 View 0 has no members to ask (A10): `Genesis` decides it by slots.
 """
 
@@ -38,3 +41,8 @@ def is_genesis_quorum(config: MeshConfig, nodes: Collection[str]) -> bool:
         here = sum(1 for node in config.roster if node in nodes)
         return here >= config.min_nodes and 2 * here > config.slots
     return config.first_contact in nodes and len(nodes) >= config.min_nodes
+
+
+def is_recovery_quorum(config: MeshConfig, slots: Collection[str], certified: Collection[str], nodes: Collection[str]) -> bool:
+    """True when `nodes` are all of the job's `slots` but those certified dead, and every slot is known by name."""
+    return len(slots) == config.slots and all(slot in nodes or slot in certified for slot in slots)

@@ -73,7 +73,10 @@ def learn(agent: Node, now: int, source: Source, views: tuple[View, ...], may_ju
 
 
 def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
-    """A8."""
+    """A8. Not, however, a view of an older epoch than this agent accepted another one in: a recovery may have been decided with it (A11)."""
+    accepted = agent.agreement.accepted
+    if accepted is not None and accepted.ballot.epoch > nxt.epoch and accepted.view != nxt:
+        return []
     digest = digest_of(nxt)
     cause = agent.cause(now, f"view {nxt.number} generation {nxt.generation} {nxt.mode}: {nxt.reason}")
     if not holds(nxt, agent.member.source):

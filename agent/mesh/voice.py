@@ -47,6 +47,15 @@ def say(agent: Node, now: int, kind: ReportKind, detail: str, code: int = 0) -> 
     return tell(agent, (report,))
 
 
+def certify(agent: Node, now: int, node: str) -> list[Effect]:
+    """Somebody vouches that a slot is gone for good (A11)."""
+    member = member_of(agent.view, node) if agent.view is not None else None
+    report = Report("dead", member.source if member is not None else (node, 0))
+    agent.note(now, f"{node} is certified dead")
+    agent.agreement.hurry(now)
+    return tell(agent, (report,)) if agent.reports.apply(now, report) else []
+
+
 def accuse_unready(agent: Node, now: int, node: str) -> None:
     if agent.view is not None and (member := member_of(agent.view, node)) is not None:
         agent.reports.apply(now, Report("unready", member.source, agent.view.generation, 0, "not at the barrier in time"))

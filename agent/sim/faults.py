@@ -15,6 +15,7 @@
 | finish | | | all workers that run end well |
 | leave | who | | asked to leave; comes back after `for_ms` (0: never) as a new agent |
 | join | who | | a slot that was empty so far starts |
+| certify | told, dead | | somebody vouches at the first that the others, which are dark for good, are dead |
 | restart | who | | a person asks this agent for a restart |
 """
 
@@ -39,6 +40,7 @@ Kind = Literal[
     "join",
     "restart",
     "falter",
+    "certify",
 ]
 
 
@@ -157,6 +159,6 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
         else:
             faults.append(Fault(at, kind, (who,), span if kind == "isolate" else 0))
         at += rng.choice((0, 50, 300, 1000, 4000))
-    tail = 6000 + (config.fence_ns // 1_000_000 + 1000 if rng.random() < 0.3 else 0)
+    tail = 6500 + (config.fence_ns // 1_000_000 if rng.random() < 0.3 else 0)
     plan = Schedule(seed, config, tuple(starts), tuple(faults), 0)
     return msgspec.structs.replace(plan, end_ms=max(at, plan.healed_ms()) + tail)

@@ -66,7 +66,7 @@ class Invariants:
         if disk is None:
             raise Violation(f"I5 {host.name} votes without a vote file")
         parent = digest_of(disk.view) if disk.view is not None else ""
-        if parent != message.parent:
+        if parent != message.parent and not (disk.view is None and message.ballot.epoch > 0):
             raise Violation(f"I5 {host.name} votes on a successor of {message.parent}, its file is about {parent}")
         if disk.promised < message.ballot:
             raise Violation(f"I5 {host.name} tells a promise of {message.ballot} that is not on disk ({disk.promised})")
@@ -98,7 +98,8 @@ class Invariants:
             parent = self.views.get(view.parent)
             if parent is None or (parent.chain, parent.number) != (view.chain, view.number - 1):
                 raise Violation(f"I2 view {view.number} has no parent")
-            if not oracle.quorum(parent, accepted):
+            recovered = view.epoch > parent.epoch and self._everyone(accepted)
+            if not oracle.quorum(parent, accepted) and not recovered:
                 raise Violation(f"I4 view {view.number} decided by {sorted(accepted)} of {[m.node for m in parent.members]}")
             self._map(parent, view)
         if view.mode == "run":
@@ -107,6 +108,11 @@ class Invariants:
             old = self._order.setdefault((view.chain, view.generation), view.order)
             if old != view.order:
                 raise Violation(f"I6 generation {view.generation} has two orders")
+
+    def _everyone(self, accepted: set[str]) -> bool:
+        """A11: all slots but those certified dead have accepted."""
+        hosts = self._world.hosts
+        return len(hosts) == self._world.config.slots and all(n in accepted or n in self._world.certified for n in hosts)
 
     def _map(self, parent: View, view: View) -> None:
         table = oracle.ranks(view)

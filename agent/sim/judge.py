@@ -48,7 +48,7 @@ def complaint(world: World) -> str | None:
         return _unformed(world, up)
     leading = [view for view in chains.values() if able(world, view)]
     if not leading:
-        return None
+        return _unrecovered(world, up)
     if len(leading) > 1:
         return None if any(view.mode == "run" for view in leading) else "two histories hold and neither gives way"
     view = leading[0]
@@ -77,6 +77,14 @@ def _unformed(world: World, up: list[Host]) -> str | None:
     if powered and not oracle.genesis_quorum(config, names):
         return None
     return f"{len(up)} nodes are there and no view was formed" if powered else None
+
+
+def _unrecovered(world: World, up: list[Host]) -> str | None:
+    """No quorum is left. With every slot of a closed roster there the job must have gone on all the same (A11)."""
+    calm_ms = world.schedule.end_ms - world.schedule.healed_ms()
+    if len(up) < world.config.slots or not world.config.roster or calm_ms < world.config.fence_ns // 1_000_000 + CALM_MS:
+        return None
+    return "every slot is there and nobody recovers"
 
 
 def _closing(world: World, up: list[Host]) -> str | None:

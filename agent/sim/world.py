@@ -20,6 +20,7 @@ from hashlib import blake2b
 from hyperpodrun.agent.mesh.config import MS, S
 from hyperpodrun.agent.mesh.effects import (
     Adopt,
+    CertifyDead,
     Connect,
     Connected,
     ConnectionLost,
@@ -95,6 +96,7 @@ class World:
         self.config = schedule.config
         self.now = 0
         self.count = 0
+        self.certified: set[str] = set()
         self.messages = 0
         self._trace = trace
         self._cost_ns = cost_ns
@@ -501,6 +503,14 @@ class World:
         self._falter, self._falter_ns = fault.value, fault.for_ms * MS
         self._later(fault, 11, (fault.kind,))
 
+    def _certify(self, fault: Fault) -> None:
+        told, *dead = fault.nodes
+        for name in dead:
+            if self.hosts[name].power:
+                raise ValueError(f"{name} is certified dead and is not")
+            self.certified.add(name)
+            self.tell(self.hosts[told], CertifyDead(name))
+
     def _restart(self, fault: Fault) -> None:
         for name in fault.nodes:
             self.tell(self.hosts[name], RestartAsked("asked for"))
@@ -515,5 +525,5 @@ _HANDLERS: dict[int, Callable[..., None]] = {
 _FAULTS: dict[str, Callable[[World, Fault], None]] = {
     "crash": World._crash, "power": World._power, "freeze": World._freeze, "cut": World._cut_link, "isolate": World._partition,
     "partition": World._partition, "loss": World._weather, "delay": World._weather, "fail": World._fail, "finish": World._finish,
-    "leave": World._leave, "join": World._join, "restart": World._restart, "falter": World._stumble,
+    "leave": World._leave, "join": World._join, "restart": World._restart, "falter": World._stumble, "certify": World._certify,
 }  # fmt: skip
