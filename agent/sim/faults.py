@@ -15,7 +15,7 @@
 | finish | | | all workers that run end well |
 | leave | who | | asked to leave; comes back after `for_ms` (0: never) as a new agent |
 | join | who | | a slot that was empty so far starts |
-| certify | told, dead | | somebody vouches at the first that the others, which are dark for good, are dead |
+| certify | told, dead | lie | somebody vouches at the first that the others are dead: dark for good, or (lie) just not there |
 | restart | who | | a person asks this agent for a restart |
 """
 

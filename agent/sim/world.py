@@ -506,7 +506,7 @@ class World:
     def _certify(self, fault: Fault) -> None:
         told, *dead = fault.nodes
         for name in dead:
-            if self.hosts[name].power:
+            if self.hosts[name].power and not fault.value:
                 raise ValueError(f"{name} is certified dead and is not")
             self.certified.add(name)
             self.tell(self.hosts[told], CertifyDead(name))

@@ -192,6 +192,10 @@ def shuffles(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(succession, "assign", assign)
 
 
+def majority_recovers(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(node, "is_recovery_quorum", lambda config, slots, certified, nodes: 2 * len(set(nodes)) > config.slots)
+
+
 def forms_at_will(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(bootstrap.Bootstrap, "_absent", lambda *_: True)
     mp.setattr(bootstrap.Bootstrap, "knows_view", lambda *_: False)
@@ -264,6 +268,7 @@ BUGS = (
     Bug("whoever answered late is dropped", "A4", drops_everyone_silent),
     Bug("survivors change their ranks", "A6", shuffles, seed=4),
     Bug("view 0 is formed without evidence", "A10", forms_at_will, seed=33),
+    Bug("a majority of the slots recovers", "A11", majority_recovers, nodes=(3, 8)),
     Bug("anybody forms view 0", "A10", anyone_forms),
     Bug("nobody hears of a decision", "M6", decides_in_silence),
     Bug("a restart keeps the generation", "A8", same_generation, seed=1),
