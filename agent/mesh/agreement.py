@@ -39,6 +39,17 @@ from hyperpodrun.agent.wire.mesh import (
 )
 
 
+Phase = Literal["idle", "roll", "accept"]
+TABLE: dict[tuple[Phase, str], Phase] = {
+    ("idle", "something asks for a view and it is my turn"): "roll",
+    ("roll", "a quorum has promised and nobody is waited for: a value"): "accept",
+    ("roll", "nothing to change, no quorum in time, or a higher ballot"): "idle",
+    ("accept", "a quorum has accepted: decided"): "idle",
+    ("accept", "no quorum in time, or a higher ballot"): "idle",
+}
+"""(phase of the proposer, what happens) -> phase."""
+
+
 class Council(Protocol):
     """What the agreement asks of the node that composes it."""
 
@@ -78,7 +89,7 @@ class Agreement:
         self.accepted: Accepted | None = None
         self.spent = False
         self.accepted_ns = 0
-        self.phase: Literal["idle", "roll", "accept"] = "idle"
+        self.phase: Phase = "idle"
         self.not_before_ns = 0
         self.decision: View | None = None
         self.promises: dict[str, Promise] = {}

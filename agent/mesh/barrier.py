@@ -16,6 +16,15 @@ from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.wire.mesh import Brief, Go, Ready, View
 
 State = Literal["idle", "stopping", "ready", "gone"]
+TABLE: dict[tuple[State, str], State] = {
+    ("idle", "a generation with me, old workers here"): "stopping",
+    ("idle", "a generation with me, none here"): "ready",
+    ("stopping", "they are gone"): "ready",
+    ("ready", "GO (the leader: all are ready and no ghost is left)"): "gone",
+    ("gone", "the next generation, old workers here"): "stopping",
+    ("gone", "a view without me in its world"): "idle",
+}
+"""(state, what happens) -> state."""
 
 
 class Barrier:

@@ -16,12 +16,24 @@ from hyperpodrun.agent.mesh.effects import Effect, Permit, StartWorkers, StopWor
 from hyperpodrun.agent.wire.mesh import View
 
 
+State = Literal["none", "running", "stopping"]
+TABLE: dict[tuple[State, str], State] = {
+    ("none", "GO and a lease"): "running",
+    ("running", "another generation, HOLD or the end is adopted"): "stopping",
+    ("running", "the lease is over"): "stopping",
+    ("running", "this incarnation is over"): "stopping",
+    ("running", "the driver lost them"): "none",
+    ("stopping", "the driver says that they are gone"): "none",
+}
+"""(state, what happens) -> state."""
+
+
 class Works:
     """Times: nanoseconds of the local clock."""
 
     def __init__(self, config: MeshConfig) -> None:
         self._config = config
-        self.state: Literal["none", "running", "stopping"] = "none"
+        self.state: State = "none"
         self.generation = -1
         self._permitted = False
         self.permit_ns = 0
