@@ -98,10 +98,13 @@ class Agreement:
         self._value: View | None = None
         self._highest = ZERO
         self.tries = 0
+        self.failures = 0
+        """Roll calls of this agent that found no quorum."""
         self.recovering = False
         self._quorum_ns: int | None = None
         self._close_ns = 0
         self._resend_ns = 0
+        self._asks = 0
 
     def begin(self, now: int, view: View | None, digest: str, vote: Vote | None = None) -> None:
         """Vote on what follows `view` (None: on view 0). `vote`: the file of an earlier life of this agent."""
@@ -113,7 +116,7 @@ class Agreement:
         self.phase = "idle"
         self.not_before_ns = now
         self.decision = None
-        self.tries = 0
+        self.tries = self.failures = 0
 
     def enlist(self, parent: str) -> None:
         """Without a view: vote on the successor of somebody else's (A11). What was accepted for another parent was never decided: it
@@ -125,7 +128,7 @@ class Agreement:
     def hurry(self, now: int) -> None:
         """What was in the way is gone: ask again now, the closed roster if there is no quorum."""
         self.phase = "idle"
-        self.tries = 1
+        self.failures = 1
         self.not_before_ns = now
 
     @property
@@ -184,7 +187,7 @@ class Agreement:
             self.not_before_ns = max(self.not_before_ns, now + self._config.yield_ns)
         if self.phase != "idle" and ballot > self._ballot:
             self.phase = "idle"
-            self.tries += 1
+            self.failures += self._quorum_ns is None
 
     # --- the proposer
 
@@ -197,6 +200,7 @@ class Agreement:
         self._highest = self.promised = self._ballot
         self.phase = "roll"
         self._quorum_ns = None
+        self._asks = 0
         self._close_ns = now + self._config.ballot_ns
         self._resend_ns = now + self._config.resend_ns
         effects: list[Effect] = [Persist(self.vote())]
@@ -222,6 +226,10 @@ class Agreement:
 
     def _roll(self, now: int) -> list[Effect]:
         """Close the roll call when it may be closed (A4)."""
+        if (decided := self._decided_already()) is not None:
+            self.phase = "idle"
+            self.decision = decided
+            return []
         if not self._council.is_quorum(self.promises, self._spent()):
             return []
         if self._quorum_ns is None:
@@ -237,6 +245,22 @@ class Agreement:
             self._rest(now)
             return []
         return self._ask(now, value)
+
+    def _decided_already(self) -> View | None:
+        """A value that a quorum is now known to have accepted under one ballot is decided, even if whoever counted it is gone. Its proposer
+        had accepted it before it asked anybody; whether that one could use its tiebreak nobody can say any more."""
+        under: dict[Ballot, set[str]] = {}
+        for node, promise in self.promises.items():
+            if promise.accepted is not None:
+                ballot = promise.accepted.ballot
+                under.setdefault(ballot, {ballot.node}).add(node)
+        for promise in self.promises.values():
+            accepted = promise.accepted
+            if accepted is not None and not self.recovering:
+                known = under[accepted.ballot]
+                if self._council.is_quorum(known, [accepted.ballot.node, *self._spent()]):
+                    return accepted.view
+        return None
 
     def _rest(self, now: int) -> None:
         """Nothing to change: do not ask again at once."""
@@ -292,18 +316,21 @@ class Agreement:
             if self.phase != "roll":
                 return effects
         if now >= self._close_ns:
+            self.failures += self._quorum_ns is None
             self._rest(now)
             return []
         if now < self._resend_ns:
             return []
         self._resend_ns = now + self._config.resend_ns
-        answered: Collection[str] = self.promises if self.phase == "roll" else self._votes
+        self._asks += 1
+        # Now and then everybody: whoever has answered yields only while it hears that this proposer is still at it.
+        answered: Collection[str] = () if self._asks % 3 == 0 else self.promises if self.phase == "roll" else self._votes
         ask: Prepare | Accept
         if self.phase == "accept" and self._value is not None:
             ask = Accept(self.parent, self._ballot, self._value)
         else:
             ask = Prepare(self._council.brief(), self.parent, self._ballot)
-        return [Send(node, ask) for node in self._council.electorate() if node not in answered]
+        return [Send(node, ask) for node in self._council.electorate() if node not in answered and node != self._me[0]]
 
     def validate(self) -> None:
         """Raise ValueError when an invariant is broken."""

@@ -42,14 +42,13 @@ def convene(agent: Node, now: int) -> list[Effect]:
     effects: list[Effect] = []
     if agent.view is not None:
         effects += (Send(j.node, Probe(agent.here)) for j in agent.reports.joiners(now))
-    return effects + agent.agreement.propose(now, stranded(agent, now))
+    return effects + agent.agreement.propose(now, stranded(agent))
 
 
-def stranded(agent: Node, now: int) -> bool:
-    """No quorum has been there for so long that nothing runs any more, and asking for one has failed: ask the closed roster, every other time (A11)."""
-    if agent.view is None or agent.lease.valid(now) or not agent.works.settled(now) or len(agent.slots()) != agent.config.slots:
-        return False
-    return agent.agreement.tries % 2 == 1
+def stranded(agent: Node) -> bool:
+    """The last roll call found no quorum: ask the closed roster, every other time (A11)."""
+    known = agent.view is not None and len(agent.slots()) == agent.config.slots
+    return known and agent.agreement.failures % 2 == 1
 
 
 def turn_at(agent: Node, now: int) -> int | None:
@@ -90,8 +89,6 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
     if view is None:
         members = tuple(promise.me for _, promise in sorted(promises.items()))
         return replace(genesis(agent.config, members, f"{agent.rng.getrandbits(64):016x}"), epoch=agent.agreement.epoch)
-    if agent.agreement.recovering:
-        return recovered(agent, view, promises)
     agent.alerts.settle(now)
     reports = agent.reports
     roll = RollCall(
@@ -103,6 +100,9 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
         failures=reports.of("failed"), restarts=reports.of("restart"),
         started=agent.barrier.state == "gone", fence_over=agent.works.fence_over(now), settled=agent.works.settled(now),
     )  # fmt: skip
+    if agent.agreement.recovering:
+        nxt = in_epoch(successor(agent.config, view, agent.digest, of_all(agent, roll, promises)), agent.agreement.epoch)
+        return past_the_lost(nxt)
     return in_epoch(successor(agent.config, view, agent.digest, roll), agent.agreement.epoch)
 
 
@@ -111,13 +111,16 @@ def in_epoch(view: View | None, epoch: int) -> View | None:
     return None if view is None else replace(view, epoch=epoch)
 
 
-def recovered(agent: Node, view: View, promises: Mapping[str, Promise]) -> View | None:
-    """What the closed roster goes on with (A11): members that are there with their vote files, new incarnations, nobody else."""
+def past_the_lost(view: View | None) -> View | None:
+    """After a recovery: views that only the dead knew of may have had generations, and checkpoints, of their own. Theirs stay below 2^20 an epoch."""
+    return None if view is None else replace(view, generation=max(view.generation, view.epoch << 20))
+
+
+def of_all(agent: Node, roll: RollCall, promises: Mapping[str, Promise]) -> RollCall:
+    """The roll call of the closed roster (A11): members that are there with their vote files stay, new incarnations join, nobody else."""
     stay = frozenset(node for node, promise in promises.items() if agent.sources.get(node) == promise.me.incarnation)
     fresh = tuple(promise.me for node, promise in sorted(promises.items()) if node not in stay)
-    gone = frozenset(agent.sources) - stay
-    roll = RollCall(answered=stay, convicted=gone, joiners=fresh)
-    return in_epoch(successor(agent.config, view, agent.digest, roll), agent.agreement.epoch)
+    return replace(roll, answered=stay, convicted=frozenset(agent.sources) - stay, joiners=fresh)
 
 
 def mute(agent: Node, now: int, promises: Mapping[str, Promise]) -> frozenset[str]:

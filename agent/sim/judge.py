@@ -14,10 +14,11 @@ CALM_MS = 6000
 
 
 def newest(world: World) -> dict[str, View]:
-    """The newest decided view of each chain."""
+    """The newest view of each chain that somebody who is there stands at. One that only the dead knew of does not count."""
     table: dict[str, View] = {}
-    for view in world.invariants.views.values():
-        if view.chain not in table or view.number > table[view.chain].number:
+    for host in world.hosts.values():
+        view = host.node.view if host.node is not None else None
+        if view is not None and (view.chain not in table or view.number > table[view.chain].number):
             table[view.chain] = view
     return table
 
