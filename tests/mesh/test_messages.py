@@ -1,6 +1,7 @@
 """What is said can be written and read back; what is malformed is refused."""
 
 import typing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -66,3 +67,8 @@ def test_the_tables_lead_only_to_states_that_lead_on() -> None:
     for name, table in MACHINES:
         assert {after for after in table.values()} == {before for before, _ in table}, name
     assert diagrams().count("stateDiagram") == len(MACHINES)
+
+
+def test_the_diagrams_in_the_document_are_those_of_the_tables() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "PROTOCOL.md").read_text()
+    assert diagrams() in document
