@@ -116,6 +116,11 @@ class Barrier:
             return self._since_ns + self._config.barrier_ns
         return None
 
+    def overdue(self, now: int) -> tuple[str, ...]:
+        """Active members that are still not ready, as the leader sees it; the time starts again."""
+        self._since_ns = now
+        return self.missing()
+
     def missing(self) -> tuple[str, ...]:
         """Active members that are not ready, as the leader sees it."""
         return tuple(n for n in self._view.order if n not in self._ready) if self._view is not None else ()

@@ -202,8 +202,8 @@ class Node:
                 self.repeat_gap_ns = min(2 * self.repeat_gap_ns, 5 * self.config.beat_ns)
                 effects += voice.tell(self, tuple(self.reports.mine.values()))
             if (late := self.barrier.late_ns()) is not None and now >= late:
-                for node in self.barrier.missing():
-                    voice.accuse_unready(self, now, node)
+                for node in self.barrier.overdue(now):
+                    effects += voice.accuse_unready(self, now, node)
             if self.works.state == "running" and not self.lease.valid(now):
                 effects += self._fence(now)
             if self.leave_by_ns is not None and now >= self.leave_by_ns:

@@ -56,9 +56,14 @@ def certify(agent: Node, now: int, node: str) -> list[Effect]:
     return tell(agent, (report,)) if agent.reports.apply(now, report) else []
 
 
-def accuse_unready(agent: Node, now: int, node: str) -> None:
-    if agent.view is not None and (member := member_of(agent.view, node)) is not None:
-        agent.reports.apply(now, Report("unready", member.source, agent.view.generation, 0, "not at the barrier in time"))
+def accuse_unready(agent: Node, now: int, node: str) -> list[Effect]:
+    """As the leader of the barrier: a member does not come (A8)."""
+    member = member_of(agent.view, node) if agent.view is not None else None
+    if agent.view is None or member is None:
+        return []
+    report = Report("unready", member.source, agent.view.generation, 0, "not at the barrier in time")
+    agent.note(now, f"{node} is not at the barrier in time")
+    return tell(agent, (report,)) if agent.reports.apply(now, report) else []
 
 
 def tell(agent: Node, items: tuple[Item, ...]) -> list[Effect]:

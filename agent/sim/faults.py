@@ -12,6 +12,7 @@
 | loss | | per cent | every message may be lost |
 | delay | | ms | every message takes up to so much longer |
 | fail | who | | a worker fails there |
+| stuck | who | | workers do not end when asked (killing still works) |
 | finish | | | all workers that run end well |
 | leave | who | | asked to leave; comes back after `for_ms` (0: never) as a new agent |
 | join | who | | a slot that was empty so far starts |
@@ -41,6 +42,7 @@ Kind = Literal[
     "restart",
     "falter",
     "certify",
+    "stuck",
 ]
 
 
@@ -87,7 +89,7 @@ def names(count: int) -> tuple[str, ...]:
 
 WEIGHTS: tuple[tuple[Kind, int], ...] = (
     ("crash", 6), ("power", 4), ("freeze", 3), ("cut", 3), ("isolate", 3), ("partition", 4), ("loss", 2), ("delay", 2),
-    ("fail", 3), ("leave", 2), ("join", 2), ("restart", 1), ("falter", 6),
+    ("fail", 3), ("leave", 2), ("join", 2), ("restart", 1), ("falter", 6), ("stuck", 2),
 )  # fmt: skip
 
 
@@ -104,6 +106,7 @@ def random_config(rng: random.Random, low: int, high: int) -> MeshConfig:
     return MeshConfig(
         slots=slots, min_nodes=least, max_nodes=most, roster=nodes if closed else (), first_contact=nodes[0],
         elastic_now=rng.random() < 0.7, lease_ns=(4 if short else 15) * second, fence_ns=(5 if short else 16) * second,
+        barrier_ns=rng.choice((3, 120)) * second,
     )  # fmt: skip
 
 
@@ -136,6 +139,9 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
             faults.append(Fault(at, kind, (who, other), span))
         elif kind == "partition":
             faults.append(Fault(at, kind, tuple(sorted(rng.sample(nodes, rng.randint(1, len(nodes) - 1)))), span))
+        elif kind == "stuck":
+            faults.append(Fault(at, kind, (who,), span))
+            faults.append(Fault(at + rng.choice((0, 50)), "restart", (rng.choice(nodes),)))
         elif kind == "falter":
             faults.append(Fault(at, kind, (), rng.choice((1000, 1300, 5000)), rng.randint(0, 2 * len(nodes))))
             if rng.random() < 0.7:

@@ -57,6 +57,7 @@ class Host:
         self.life = 0
         self.incarnation = 0
         self.frozen = False
+        self.stuck_ns = 0
         self.disk: Vote | None = None
         self.works: World_ | None = None
         self.stopping = False
@@ -320,6 +321,8 @@ class World:
                     self.say(host.name, f"{'kills' if kill else 'stops'} workers of generation {generation}")
                     host.stopping = True
                     wait = self._misc.randrange(10, 200 if kill else 400) * MS
+                    if not kill:
+                        wait = max(wait, host.stuck_ns - self.now)
                     self._push(self.now + wait, 6, (host, host.life, generation))
                 else:
                     self._push(self.now, 5, (host, host.life, WorkersGone(generation)))
@@ -503,6 +506,10 @@ class World:
         self._falter, self._falter_ns = fault.value, fault.for_ms * MS
         self._later(fault, 11, (fault.kind,))
 
+    def _jam(self, fault: Fault) -> None:
+        for name in fault.nodes:
+            self.hosts[name].stuck_ns = self.now + fault.for_ms * MS
+
     def _certify(self, fault: Fault) -> None:
         told, *dead = fault.nodes
         for name in dead:
@@ -525,5 +532,5 @@ _HANDLERS: dict[int, Callable[..., None]] = {
 _FAULTS: dict[str, Callable[[World, Fault], None]] = {
     "crash": World._crash, "power": World._power, "freeze": World._freeze, "cut": World._cut_link, "isolate": World._partition,
     "partition": World._partition, "loss": World._weather, "delay": World._weather, "fail": World._fail, "finish": World._finish,
-    "leave": World._leave, "join": World._join, "restart": World._restart, "falter": World._stumble, "certify": World._certify,
+    "leave": World._leave, "join": World._join, "restart": World._restart, "falter": World._stumble, "certify": World._certify, "stuck": World._jam,
 }  # fmt: skip
