@@ -38,7 +38,6 @@ from hyperpodrun.agent.wire.mesh import (
     Vote,
 )
 
-
 Phase = Literal["idle", "roll", "accept"]
 TABLE: dict[tuple[Phase, str], Phase] = {
     ("idle", "something asks for a view and it is my turn"): "roll",
@@ -119,7 +118,8 @@ class Agreement:
         self.tries = self.failures = 0
 
     def enlist(self, parent: str) -> None:
-        """Without a view: vote on the successor of somebody else's (A11). What was accepted for another parent was never decided: it
+        """Without a view: vote on the successor of somebody else's (A11). What was accepted for another parent was never
+        decided: it
         needed this vote and that of whoever asks now, who is further on."""
         self.parent = parent
         if self.accepted is not None and self.accepted.view.parent != parent:
@@ -247,7 +247,8 @@ class Agreement:
         return self._ask(now, value)
 
     def _decided_already(self) -> View | None:
-        """A value that a quorum is now known to have accepted under one ballot is decided, even if whoever counted it is gone. Its proposer
+        """A value that a quorum is now known to have accepted under one ballot is decided, even if whoever counted it is
+        gone. Its proposer
         had accepted it before it asked anybody; whether that one could use its tiebreak nobody can say any more."""
         under: dict[Ballot, set[str]] = {}
         for node, promise in self.promises.items():

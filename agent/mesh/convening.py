@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
-
 from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.mesh.succession import RollCall, genesis, successor
 from hyperpodrun.agent.wire.mesh import Item, Probe, Promise, View
@@ -95,7 +94,8 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
         answered=frozenset(promises),
         accused=frozenset(agent.alerts.suspects()),
         convicted=agent.alerts.certain(now, agent.config.one_way_ns) | mute(agent, now, promises),
-        unready=reports.nodes("unready"), certified=reports.nodes("dead"), leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
+        unready=reports.nodes("unready"), certified=reports.nodes("dead"),
+        leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
         joiners=tuple(j for j in reports.joiners(now) if j.source in agent.acked),
         failures=reports.of("failed"), restarts=reports.of("restart"),
         started=agent.barrier.state == "gone", fence_over=agent.works.fence_over(now), settled=agent.works.settled(now),
@@ -112,12 +112,16 @@ def in_epoch(view: View | None, epoch: int) -> View | None:
 
 
 def past_the_lost(view: View | None) -> View | None:
-    """After a recovery: views that only the dead knew of may have had generations, and checkpoints, of their own. Theirs stay below 2^20 an epoch."""
+    """After a recovery: views that only the dead knew of may have had generations, and checkpoints, of their own. Theirs stay
+    below 2^20 an epoch.
+    """
     return None if view is None else replace(view, generation=max(view.generation, view.epoch << 20))
 
 
 def of_all(agent: Node, roll: RollCall, promises: Mapping[str, Promise]) -> RollCall:
-    """The roll call of the closed roster (A11): members that are there with their vote files stay, new incarnations join, nobody else."""
+    """The roll call of the closed roster (A11): members that are there with their vote files stay, new incarnations join,
+    nobody else.
+    """
     stay = frozenset(node for node, promise in promises.items() if agent.sources.get(node) == promise.me.incarnation)
     fresh = tuple(promise.me for node, promise in sorted(promises.items()) if node not in stay)
     return replace(roll, answered=stay, convicted=frozenset(agent.sources) - stay, joiners=fresh)

@@ -122,7 +122,9 @@ class RestartAsked(msgspec.Struct, frozen=True, gc=False):
 
 
 class CertifyDead(msgspec.Struct, frozen=True, gc=False):
-    """The scheduler, or a person (`hyperpodctl certify-dead`), vouches that nothing runs in this slot and nothing of it comes back (A11)."""
+    """The scheduler, or a person (`hyperpodctl certify-dead`), vouches that nothing runs in this slot and nothing of it comes
+    back (A11).
+    """
 
     node: str
 

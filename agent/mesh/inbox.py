@@ -239,6 +239,7 @@ def on_welcome(agent: Node, now: int, source: Source, message: Welcome) -> list[
 
 HANDLERS: dict[type, Callable[[Node, int, Source, Any], list[Effect]]] = {
     Heartbeat: on_heartbeat, Probe: on_probe, Ack: on_ack, ReportsMsg: on_reports, Prepare: on_prepare, Promise: on_promise,
-    Nack: on_nack, Accept: on_accept, AcceptedMsg: on_accepted, Decided: on_decided, Pull: on_pull, Chain: on_chain, Beat: on_beat,
+    Nack: on_nack, Accept: on_accept, AcceptedMsg: on_accepted, Decided: on_decided, Pull: on_pull, Chain: on_chain, Beat:
+    on_beat,
     Grant: on_grant, Ready: on_ready, Go: on_go, Hello: on_hello, Welcome: on_welcome,
 }  # fmt: skip

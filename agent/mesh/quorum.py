@@ -4,8 +4,9 @@ Theory: two quorums of one view always share a member. Two majorities do; a half
 two halves that both hold the tiebreak do. Taking quorums away (a spent tiebreak, `may_tiebreak=False`) keeps that
 true.
 
-When no quorum is left (A11), the closed roster may decide: every slot that is not certified dead. That shares a living member with every
-quorum that still has one; a quorum of which all are gone can have told nobody who is still there and would not say so.
+When no quorum is left (A11), the closed roster may decide: every slot that is not certified dead. That shares a
+living member with every quorum that still has one; a quorum of which all are gone can have told nobody who is still
+there and would not say so.
 
 View 0 has no members to ask (A10): `Genesis` decides it by slots.
 """

@@ -73,7 +73,9 @@ def learn(agent: Node, now: int, source: Source, views: tuple[View, ...], may_ju
 
 
 def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
-    """A8. Not, however, one of an older epoch than this agent accepted another in for the same place: a late word from the dead (A11)."""
+    """A8. Not, however, one of an older epoch than this agent accepted another in for the same place: a late word from the
+    dead (A11).
+    """
     accepted = agent.agreement.accepted
     if accepted is not None and accepted.ballot.epoch > nxt.epoch and accepted.view.number == nxt.number and accepted.view != nxt:
         return []

@@ -61,7 +61,8 @@ def genesis(config: MeshConfig, members: tuple[Member, ...], chain: str) -> View
     absent = tuple(node for node in config.roster if node not in here) or ("",)
     return View(
         chain=chain, epoch=0, number=0, generation=0, parent="", members=_with_roles(members, order),
-        tiebreak=_tiebreak(config, order, members, ""), order=order, mode="run", fence=absent if len(members) < config.slots else (),
+        tiebreak=_tiebreak(config, order, members, ""), order=order, mode="run",
+        fence=absent if len(members) < config.slots else (),
         reason="the job starts",
     )  # fmt: skip
 

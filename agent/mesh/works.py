@@ -15,7 +15,6 @@ from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.effects import Effect, Permit, StartWorkers, StopWorkers
 from hyperpodrun.agent.wire.mesh import View
 
-
 State = Literal["none", "running", "stopping"]
 TABLE: dict[tuple[State, str], State] = {
     ("none", "GO and a lease"): "running",

@@ -2,8 +2,10 @@
 
 | kind | nodes | value | meaning |
 |---|---|---|---|
-| crash | who | effects still carried out | the agent dies, its keeper kills the workers and starts it again after `for_ms` with its vote file |
-| falter | | messages sent | the next agent to send ACCEPT or DECIDED within `for_ms` crashes after so many of them; back after `for_ms` |
+| crash | who | effects still carried out | the agent dies, its keeper kills the workers and starts it again after `for_ms`
+with its vote file |
+| falter | | messages sent | the next agent to send ACCEPT or DECIDED within `for_ms` crashes after so many of them; back
+after `for_ms` |
 | power | who | | the host goes dark; after `for_ms` (0: never) it is back without a vote file |
 | freeze | who | | agent and workers stand still; the kernel still takes connections |
 | cut | from, to | | this direction loses everything |

@@ -316,7 +316,7 @@ class World:
             case Adopt(view, digest, _):
                 self.say(host.name, f"view {view.number} generation {view.generation} {view.mode}: {view.reason}")
                 self.invariants.adopted(host, view, digest)
-            case StopWorkers(generation, kill, cause):
+            case StopWorkers(generation, kill, _):
                 if host.works is not None and host.works[1] <= generation:
                     self.say(host.name, f"{'kills' if kill else 'stops'} workers of generation {generation}")
                     host.stopping = True
@@ -532,5 +532,6 @@ _HANDLERS: dict[int, Callable[..., None]] = {
 _FAULTS: dict[str, Callable[[World, Fault], None]] = {
     "crash": World._crash, "power": World._power, "freeze": World._freeze, "cut": World._cut_link, "isolate": World._partition,
     "partition": World._partition, "loss": World._weather, "delay": World._weather, "fail": World._fail, "finish": World._finish,
-    "leave": World._leave, "join": World._join, "restart": World._restart, "falter": World._stumble, "certify": World._certify, "stuck": World._jam,
+    "leave": World._leave, "join": World._join, "restart": World._restart,
+    "falter": World._stumble, "certify": World._certify, "stuck": World._jam,
 }  # fmt: skip

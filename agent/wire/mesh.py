@@ -38,10 +38,10 @@ class Member(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class View(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One agreed state of the job (MESH section 1).
 
-    `chain` names the history it belongs to: a token drawn by whoever formed view 0. `order` holds the active nodes by position
-    in the world; ranks are consecutive in it. `fence`: slots in which workers of an earlier world may still run, so that the right to
-    write checkpoints is withheld ("" stands for slots without a known name). `ghosts`: the active sets of earlier worlds that may still be running *in full*.
-    `restarts` counts the failures that cost the job a restart.
+    `chain` names the history it belongs to: a token drawn by whoever formed view 0. `order` holds the active nodes by
+    position in the world; ranks are consecutive in it. `fence`: slots in which workers of an earlier world may still run,
+    so that the right to write checkpoints is withheld ("" stands for slots without a known name). `ghosts`: the active sets
+    of earlier worlds that may still be running *in full*. `restarts` counts the failures that cost the job a restart.
     """
 
     chain: str

@@ -4,7 +4,7 @@ import random
 from collections.abc import Collection, Mapping
 
 from hyperpodrun.agent.mesh.agreement import Agreement
-from hyperpodrun.agent.mesh.config import MS, S, MeshConfig
+from hyperpodrun.agent.mesh.config import MS, MeshConfig, S
 from hyperpodrun.agent.mesh.effects import Effect, Persist, Send
 from hyperpodrun.agent.mesh.quorum import is_quorum
 from hyperpodrun.agent.wire.mesh import (
@@ -81,7 +81,10 @@ def test_a_lower_ballot_gets_a_nack_and_nothing_is_written() -> None:
     voter = agreement("b")
     voter.on_prepare(5, ("a", 1), Prepare(NOWHERE, "d", Ballot(0, 7, "a", 1)))
     low = Ballot(0, 6, "c", 1)
-    for effects in (voter.on_prepare(6, ("c", 1), Prepare(NOWHERE, "d", low)), voter.on_accept(6, ("c", 1), Accept("d", low, NEXT))):
+    for effects in (
+        voter.on_prepare(6, ("c", 1), Prepare(NOWHERE, "d", low)),
+        voter.on_accept(6, ("c", 1), Accept("d", low, NEXT)),
+    ):
         assert [type(e.message) for e in effects if isinstance(e, Send)] == [Nack] and len(effects) == 1
 
 

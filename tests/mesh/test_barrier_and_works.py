@@ -1,9 +1,8 @@
 """A8, A9: all stopped, then all started; the permit."""
 
 import msgspec
-
 from hyperpodrun.agent.mesh.barrier import Barrier
-from hyperpodrun.agent.mesh.config import S, MeshConfig
+from hyperpodrun.agent.mesh.config import MeshConfig, S
 from hyperpodrun.agent.mesh.effects import Permit, Send, StartWorkers, StopWorkers
 from hyperpodrun.agent.mesh.works import Works
 from hyperpodrun.agent.wire.mesh import Brief, Go, Member, Ready, View

@@ -3,7 +3,7 @@
 import random
 
 from hyperpodrun.agent.mesh.bootstrap import Bootstrap
-from hyperpodrun.agent.mesh.config import S, MeshConfig
+from hyperpodrun.agent.mesh.config import MeshConfig, S
 from hyperpodrun.agent.mesh.effects import Connect, Send
 from hyperpodrun.agent.wire.mesh import NOWHERE, Member
 

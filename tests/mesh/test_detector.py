@@ -1,6 +1,6 @@
 """M2, M3, M5: silence, refusals, and doubting oneself."""
 
-from hyperpodrun.agent.mesh.config import MS, S, MeshConfig
+from hyperpodrun.agent.mesh.config import MS, MeshConfig, S
 from hyperpodrun.agent.mesh.detector import Detector
 from hyperpodrun.agent.mesh.effects import Connect, Send
 from hyperpodrun.agent.wire.mesh import NOWHERE, Probe

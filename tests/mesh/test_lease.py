@@ -1,6 +1,6 @@
 """A9: the right to run workers is a fact about the past."""
 
-from hyperpodrun.agent.mesh.config import MS, S, MeshConfig
+from hyperpodrun.agent.mesh.config import MS, MeshConfig, S
 from hyperpodrun.agent.mesh.effects import Send
 from hyperpodrun.agent.mesh.lease import Lease
 from hyperpodrun.agent.wire.mesh import Beat, Brief, Grant, Member, View

@@ -5,9 +5,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from hyperpodrun.agent.mesh.inbox import HANDLERS
 from hyperpodrun.agent.mesh.tables import MACHINES, diagrams
 from hyperpodrun.agent.mesh.view import digest_of
@@ -27,8 +24,12 @@ from hyperpodrun.agent.wire.mesh import (
     View,
     Vote,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
-VIEW = View("c", 0, 1, 0, "p", (Member("a", 1, "active", 8, "g", 3, ("x:1",)),), "a", ("a",), "run", fence=("b",), ghosts=(("a",),))
+VIEW = View(
+    "c", 0, 1, 0, "p", (Member("a", 1, "active", 8, "g", 3, ("x:1",)),), "a", ("a",), "run", fence=("b",), ghosts=(("a",),)
+)
 SAMPLES = (
     Heartbeat(NOWHERE, (Alert("d", "a", "b", 1, True), Report("join", ("a", 1), member=Member("a", 1)))),
     Promise("d", ZERO, Accepted(ZERO, VIEW), True, Member("a", 1)), Chain((VIEW, VIEW)), Grant("d", 1, 2, None),
@@ -51,7 +52,11 @@ def test_a_vote_file_reads_back() -> None:
 
 
 def test_the_digest_tells_every_field_apart() -> None:
-    others = (msgspec.structs.replace(VIEW, generation=1), msgspec.structs.replace(VIEW, fence=()), msgspec.structs.replace(VIEW, epoch=1))
+    others = (
+        msgspec.structs.replace(VIEW, generation=1),
+        msgspec.structs.replace(VIEW, fence=()),
+        msgspec.structs.replace(VIEW, epoch=1),
+    )
     assert len({digest_of(view) for view in (VIEW, *others)}) == 4
 
 
@@ -65,7 +70,7 @@ def test_rubbish_raises_a_decode_error_and_nothing_else(data: bytes) -> None:
 
 def test_the_tables_lead_only_to_states_that_lead_on() -> None:
     for name, table in MACHINES:
-        assert {after for after in table.values()} == {before for before, _ in table}, name
+        assert set(table.values()) == {before for before, _ in table}, name
     assert diagrams().count("stateDiagram") == len(MACHINES)
 
 
