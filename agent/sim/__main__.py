@@ -42,14 +42,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hyperpodrun.agent.sim", description=__doc__)
     parser.add_argument("--seeds", type=span, default=(0, 1000), metavar="A:B", help="seeds A to B-1, or one seed")
     parser.add_argument("--nodes", type=span, default=(3, 16), metavar="LOW:HIGH", help="slots of a job, both included")
+    parser.add_argument("--slice", type=int, default=1000, help="seeds a line of output")
     parser.add_argument("--trace", action="store_true", help="print what happens")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first seed that fails")
     asked = parser.parse_args()
+    failed = 0
+    for first in range(asked.seeds[0], asked.seeds[1], asked.slice):
+        failed += run_slice(asked, first, min(first + asked.slice, asked.seeds[1]))
+        if failed and not asked.go_on:
+            break
+    return 1 if failed else 0
+
+
+def run_slice(asked: argparse.Namespace, first: int, last: int) -> int:
+    """Run these seeds, print their count and digest; how many failed."""
     total = blake2b(digest_size=16)
     began = time.monotonic()
     failed = 0
     count = 0
-    for seed in range(*asked.seeds):
+    for seed in range(first, last):
         schedule = random_schedule(seed, *asked.nodes)
         digest, wrong = run_one(schedule, asked.trace)
         total.update(digest.encode())

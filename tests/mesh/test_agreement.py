@@ -101,8 +101,16 @@ def test_a_free_choice_needs_a_quorum_of_promises() -> None:
 def test_the_accepted_value_of_the_highest_ballot_is_mandatory() -> None:
     proposer = agreement("a")
     ballot = proposer.propose(0)[1].message.ballot  # type: ignore[union-attr]
-    effects = proposer.on_promise(1, ("b", 1), promise(ballot, Accepted(Ballot(0, 0, "c", 1), OTHER)))
+    effects = proposer.on_promise(1, ("b", 1), promise(ballot, Accepted(Ballot(0, 0, "b", 1), OTHER)))
     assert {m.view for m in sent(effects, Accept)} == {OTHER}  # type: ignore[attr-defined]
+
+
+def test_what_a_quorum_is_seen_to_have_accepted_is_decided() -> None:
+    """b accepted what c proposed, and c had accepted it itself: that is a quorum, though c told nobody."""
+    proposer = agreement("a")
+    ballot = proposer.propose(0)[1].message.ballot  # type: ignore[union-attr]
+    proposer.on_promise(1, ("b", 1), promise(ballot, Accepted(Ballot(0, 0, "c", 1), OTHER)))
+    assert proposer.decision == OTHER and proposer.phase == "idle"
 
 
 def test_the_roll_call_waits_for_the_unsuspected_but_not_for_ever() -> None:
