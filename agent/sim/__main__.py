@@ -1,5 +1,4 @@
-"""`python -m hyperpodrun.agent.sim --seeds A:B --nodes 3:16`: run a slice of seeds, print their count and one digest
-over all.
+"""`python -m hyperpodrun.agent.sim --seeds A:B --nodes 3:16`: run seeds in slices; count and digest of each.
 
 Exit code 1 when an invariant is broken: prints seed, invariant and schedule. `--trace` prints the whole run of one
 seed.
@@ -72,10 +71,12 @@ def run_slice(asked: argparse.Namespace, first: int, last: int) -> int:
                 print(msgspec.json.encode(schedule).decode())
                 break
     took = time.monotonic() - began
+    each = 1000 * took / max(1, count)
     print(
-        f"{count} seeds, {failed} failed, digest {total.hexdigest()}, {took:.1f} s, {1000 * took / max(1, count):.0f} ms a seed"
+        f"seeds {first}:{first + count}: {count}, {failed} failed, digest {total.hexdigest()}, {took:.1f} s, {each:.0f} ms each",
+        flush=True,
     )
-    return 1 if failed else 0
+    return failed
 
 
 if __name__ == "__main__":
