@@ -92,6 +92,7 @@ class Agreement:
         self.not_before_ns = 0
         self.decision: View | None = None
         self.promises: dict[str, Promise] = {}
+        self._reported = False
         self._votes: dict[str, bool] = {}
         self._ballot = ZERO
         self._value: View | None = None
@@ -205,6 +206,7 @@ class Agreement:
         self._resend_ns = now + self._config.resend_ns
         effects: list[Effect] = [Persist(self.vote())]
         self.promises = {self._me[0]: self._promise(self._ballot)}
+        self._reported = self.accepted is not None
         prepare = Prepare(self._council.brief(), self.parent, self._ballot)
         effects += (Send(node, prepare) for node in self._council.electorate() if node != self._me[0])
         return effects + self._roll(now)
@@ -214,6 +216,7 @@ class Agreement:
         if message.ballot != self._ballot or self.phase != "roll":
             return []
         self.promises[source[0]] = message
+        self._reported = self._reported or message.accepted is not None
         return self._roll(now)
 
     def on_nack(self, now: int, message: Nack) -> list[Effect]:
@@ -250,6 +253,8 @@ class Agreement:
         """A value that a quorum is now known to have accepted under one ballot is decided, even if whoever counted it is
         gone. Its proposer
         had accepted it before it asked anybody; whether that one could use its tiebreak nobody can say any more."""
+        if not self._reported:
+            return None
         under: dict[Ballot, set[str]] = {}
         for node, promise in self.promises.items():
             if promise.accepted is not None:

@@ -23,6 +23,8 @@ def is_quorum(view: View, nodes: Collection[str], may_tiebreak: bool) -> bool:
     `may_tiebreak`: the tiebreak's vote, if it is among `nodes`, may count for the half: false once its agent restarted in
     this view, because it cannot know what a recovery decided while it was away.
     """
+    if 2 * len(nodes) < len(view.members):
+        return False
     votes = 0
     tiebreak = False
     for member in view.members:

@@ -5,6 +5,7 @@ jobs. When the cores change, another seed may be the first: a few more are tried
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from hyperpodrun.agent.mesh.agreement import Agreement
 from hyperpodrun.agent.mesh.effects import Persist, Send
 from hyperpodrun.agent.sim.__main__ import run_one
 from hyperpodrun.agent.sim.faults import random_schedule
+from hyperpodrun.agent.sim.transcript import DASHES, play
 from hyperpodrun.agent.wire.mesh import ZERO
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -311,3 +313,13 @@ def test_the_seeds_that_catch_bugs_are_clean_without_them() -> None:
     """A catch means the bug, not a seed that always fails."""
     for bug in BUGS:
         assert run_one(random_schedule(bug.seed, *bug.nodes))[1] is None, bug.name
+
+
+def test_a_spent_tiebreak_that_counts_all_the_same_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A2. Only a certificate that is not true makes the difference, so this one has a scenario of its own."""
+    scenario = Path(__file__).parent.parent / "scenarios" / "certified_dead_and_is_not.txt"
+    head = scenario.read_text().partition(DASHES)[0]
+    assert "VIOLATION" not in play(head)
+    original = node.Node.is_quorum
+    monkeypatch.setattr(node.Node, "is_quorum", lambda self, nodes, spent: original(self, nodes, ()))
+    assert "VIOLATION" in play(head)
