@@ -50,7 +50,16 @@ def stranded(agent: Node) -> bool:
     return known and agent.agreement.failures % 2 == 1
 
 
+def waits_for(agent: Node) -> tuple[str, ...]:
+    """Whom this agent cannot go on without, for people: those who did not answer its last roll call if that found no quorum."""
+    agreement = agent.agreement
+    if agent.view is None or not agreement.failures:
+        return ()
+    return tuple(member.node for member in agent.view.members if member.node not in agreement.promises)
+
+
 def turn_at(agent: Node, now: int) -> int | None:
+    """When this agent should propose if nobody else does; None: nothing asks for a view."""
     if agent.view is None:
         return agent.bootstrap.form_at(now) if agent.works.state == "none" else None
     config = agent.config

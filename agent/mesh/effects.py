@@ -92,7 +92,7 @@ class Connected(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkersGone(msgspec.Struct, frozen=True, gc=False):
-    """No worker of `generation` or before runs here."""
+    """The answer to StopWorkers: no worker of `generation` or before runs here."""
 
     generation: int
 

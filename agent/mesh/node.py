@@ -229,6 +229,7 @@ class Node:
         return effects
 
     def brief_now(self, now: int) -> Brief:
+        """Where this agent stands at this moment."""
         if self.view is None:
             return NOWHERE
         live = self.view.mode == "run" and self.works.state == "running" and self.lease.valid(now)
@@ -336,9 +337,11 @@ class Node:
         return effects if self.works.state != "none" else voice.say(self, now, "leaving", "asked to leave")
 
     def note(self, now: int, text: str) -> None:
+        """Into the story, without a cause."""
         self.told.append((now, "", text))
 
     def cause(self, now: int, text: str) -> str:
+        """Into the story; the id by which effects name it."""
         self.causes += 1
         cause = f"{self.member.node}#{self.causes}"
         self.told.append((now, cause, text))
@@ -366,6 +369,10 @@ class Node:
     def choose(self, now: int, promises: Mapping[str, Promise]) -> View | None:
         """A5."""
         return convening.choose(self, now, promises)
+
+    def waits_for(self) -> tuple[str, ...]:
+        """Without a quorum: whom this agent waits for (`hyperpodctl certify-dead`, A11). () while it can go on."""
+        return convening.waits_for(self)
 
     def testimony(self) -> tuple[Item, ...]:
         """My own alerts and all pending reports."""

@@ -147,6 +147,7 @@ def rejoin(agent: Node, now: int, why: str) -> list[Effect]:
 
 
 def end(agent: Node, now: int, code: int, reason: str) -> list[Effect]:
+    """The job is over for this agent. In a closed job it goes on telling so until the driver ends the process."""
     agent.ended = True
     agent.leave_by_ns = None
     cause = agent.cause(now, f"ends with code {code}: {reason}")

@@ -77,6 +77,7 @@ def tell(agent: Node, items: tuple[Item, ...]) -> list[Effect]:
 
 
 def take_items(agent: Node, now: int, items: tuple[Item, ...]) -> list[Effect]:
+    """Take in what others tell; pass on what is news."""
     effects: list[Effect] = []
     for item in items:
         if isinstance(item, Alert):

@@ -21,7 +21,6 @@ TABLE: dict[tuple[State, str], State] = {
     ("running", "another generation, HOLD or the end is adopted"): "stopping",
     ("running", "the lease is over"): "stopping",
     ("running", "this incarnation is over"): "stopping",
-    ("running", "the driver lost them"): "none",
     ("stopping", "the driver says that they are gone"): "none",
 }
 """(state, what happens) -> state."""
@@ -77,7 +76,7 @@ class Works:
 
     def gone(self, generation: int) -> bool:
         """The driver says that this generation's are gone; True when that ended something."""
-        if self.state == "none" or generation < self.generation:
+        if self.state != "stopping" or generation < self.generation:
             return False
         self.state = "none"
         return True

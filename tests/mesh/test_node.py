@@ -126,6 +126,16 @@ def test_a_heartbeat_of_a_peer_at_the_same_place_costs_nothing() -> None:
     assert node.receive(9, ("b", 2), Heartbeat(node.brief())) == ()
 
 
+def test_without_a_quorum_it_says_whom_it_waits_for() -> None:
+    """The host of the tiebreak is lost: people are told who must come back or be certified dead."""
+    node = Node(PAIR, Member("b", 2), 7, 0)
+    node.tick(0)
+    node.receive(1, ("a", 1), Decided(view_of(0, "", A, B)))
+    assert node.waits_for() == ()
+    run(node, 1, 5 * S)
+    assert node.waits_for() == ("a",)
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_same_calls_give_the_same_effects(seed: int) -> None:
     one, other = (run(Node(ALONE, Member("a", 1), seed, 0), 0, 3 * S) for _ in range(2))
