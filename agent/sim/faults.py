@@ -151,7 +151,7 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
         elif kind == "loss":
             faults.append(Fault(at, kind, (), span, rng.choice((5, 30, 60))))
         elif kind == "delay":
-            faults.append(Fault(at, kind, (), span, rng.choice((20, 100, 400))))
+            faults.append(Fault(at, kind, (), span, rng.choice((20, 100, 400, 3000))))
         elif kind == "crash":
             count = rng.choice((1, 1, 1, 2, len(nodes)))
             for node in sorted(rng.sample(nodes, min(count, len(nodes)))):
