@@ -181,7 +181,9 @@ class FailureDesk:
     def flush(self, code: int) -> None:
         """The job ends with this code: tell what was not told yet."""
         reason = f"{self._reason}: " if self._reason else ""
-        step = f"{reason}the job ends with exit code {code}"
+        # The others may go on without this node: what stopped it need not be the end of the job.
+        what = "the job" if self._config.mesh is None or self._reason else "this node"
+        step = f"{reason}{what} ends with exit code {code}"
         if self._pending:
             self._tell(step)
         elif code:

@@ -1,36 +1,19 @@
 """Leaving when the job is over: as soon as everyone near knows."""
 
+from typing import Any
+
 import pytest
 
 from hyperpodrun.agent import mesh_farewell
 from hyperpodrun.agent.mesh_farewell import Farewell
-from hyperpodrun.agent.reactor import Reactor
-
-
-class Clock(Reactor):
-    """A reactor whose time passes only in `pass_time`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time_s = 0.0
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def pass_time(self, seconds: float) -> None:
-        end_s = self.time_s + seconds
-        while self._timers and self._timers[0][0] <= end_s:
-            self.time_s = self._timers[0][0]
-            self._fire_timers()
-        self.time_s = end_s
 
 
 class Scene:
-    def __init__(self, *neighbours: str) -> None:
-        self.clock = Clock()
+    def __init__(self, clock: Any, *neighbours: str) -> None:
+        self.clock = clock
         self.told: list[str] = []
         self.gone = 0
-        self.farewell = Farewell(self.clock, lambda: set(neighbours), self.told.append)
+        self.farewell = Farewell(clock, lambda: set(neighbours), self.told.append)
 
     def begin(self, awaits_report: bool = False) -> None:
         self.farewell.begin(awaits_report, self._gone)
@@ -39,15 +22,15 @@ class Scene:
         self.gone += 1
 
 
-def test_leaves_at_once_where_nobody_is_near() -> None:
-    scene = Scene()
+def test_leaves_at_once_where_nobody_is_near(clock: Any) -> None:
+    scene = Scene(clock)
     scene.begin()
     scene.clock.pass_time(mesh_farewell.LAST_WORD_S)
     assert scene.gone == 1
 
 
-def test_stays_until_all_near_know_and_has_the_last_word() -> None:
-    scene = Scene("a", "b")
+def test_stays_until_all_near_know_and_has_the_last_word(clock: Any) -> None:
+    scene = Scene(clock, "a", "b")
     scene.farewell.knows("a")
     scene.begin()
     scene.clock.pass_time(0.35)
@@ -63,16 +46,16 @@ def test_stays_until_all_near_know_and_has_the_last_word() -> None:
     assert scene.gone == 1 and scene.told == ["a", "b"]
 
 
-def test_silent_neighbours_are_not_waited_for_for_ever() -> None:
-    scene = Scene("a")
+def test_silent_neighbours_are_not_waited_for_for_ever(clock: Any) -> None:
+    scene = Scene(clock, "a")
     scene.begin()
     scene.clock.pass_time(mesh_farewell.LONGEST_S)
     assert scene.gone == 1
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_rank_zeros_node_waits_a_moment_for_the_report(comes: bool) -> None:
-    scene = Scene("a")
+def test_rank_zeros_node_waits_a_moment_for_the_report(clock: Any, comes: bool) -> None:
+    scene = Scene(clock, "a")
     scene.farewell.knows("a")
     scene.begin(awaits_report=True)
     scene.clock.pass_time(mesh_farewell.REPORT_S / 2)
@@ -85,8 +68,8 @@ def test_rank_zeros_node_waits_a_moment_for_the_report(comes: bool) -> None:
     assert scene.gone == 1
 
 
-def test_before_the_end_nothing_makes_it_leave() -> None:
-    scene = Scene("a")
+def test_before_the_end_nothing_makes_it_leave(clock: Any) -> None:
+    scene = Scene(clock, "a")
     scene.farewell.tell_all()
     scene.farewell.knows("a")
     scene.farewell.report_came()
@@ -94,8 +77,8 @@ def test_before_the_end_nothing_makes_it_leave() -> None:
     assert (scene.gone, scene.told) == (0, ["a"])
 
 
-def test_at_once() -> None:
-    scene = Scene("a")
+def test_at_once(clock: Any) -> None:
+    scene = Scene(clock, "a")
     scene.farewell.at_once(scene._gone)
     scene.clock.pass_time(mesh_farewell.LAST_WORD_S)
     assert (scene.gone, scene.told) == (1, [])

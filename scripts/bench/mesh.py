@@ -32,7 +32,7 @@ from pathlib import Path
 import mesh_cost
 import mesh_simulated
 from footprint import MIB, cpu_s, memory_bytes
-from mesh_job import FAIL, TRAINER, Job, free_ports, job, mesh
+from mesh_job import FAIL, TRAINER, Job, Mesh, free_ports, job
 from side_by_side import LAUNCHERS, BenchmarkError, Figures, Samples, as_json, options, show
 
 TORCHRUN, OURS = LAUNCHERS
@@ -70,7 +70,7 @@ def note(text: str) -> None:
 
 def idle(count: int, seconds: float) -> Figures:
     """Mean over all agents; the busiest one's CPU time too."""
-    with job(OURS, count, mesh(count), limit_s=120 + seconds + 3 * count) as running:
+    with job(OURS, count, Mesh(count), limit_s=120 + seconds + 3 * count) as running:
         began_s = time.monotonic()
         running.start_all()
         up_s, _ = running.up((count,), began_s, 60 + 3 * count)
@@ -124,7 +124,7 @@ def times(repetitions: int) -> Samples:
         for what, value in figures.items():
             samples.setdefault(what, {}).setdefault(OURS.name, []).append(value)
 
-    with job(OURS, NODES, mesh(NODES, nnodes=f"2:{NODES}"), limit_s=120 + 60 * repetitions) as running:
+    with job(OURS, NODES, Mesh(NODES, nnodes=f"2:{NODES}"), limit_s=120 + 60 * repetitions) as running:
         began_s = time.monotonic()
         running.start_all()
         running.up((NODES,), began_s, 60)
@@ -220,7 +220,7 @@ def pair(quick: bool, repetitions: int) -> tuple[Samples, list[str]]:
     samples: Samples = {LOST: {}, **agents}
     sentences: list[str] = []
     for _ in range(repetitions):
-        with job(OURS, 2, mesh(2, nnodes="1:2"), TRAINER) as running:
+        with job(OURS, 2, Mesh(2, nnodes="1:2"), TRAINER) as running:
             began_s = time.monotonic()
             running.start_all()
             running.up((2,), began_s, 90)

@@ -461,3 +461,16 @@ def test_node_whose_agent_dies_again_and_again_leaves_no_vote_behind(nodes, tmp_
     finish(tmp_path)
     assert sorted(nodes.codes()) == [0, 0, 70], nodes.story()
     nodes.nothing_left()
+
+
+def test_all_launchers_lost_and_started_again_are_the_same_job(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=3", script=WORK)
+    before = nodes.world(nodes.up(3, generation=0))
+    for run in runs:
+        kill_node(run)
+    nodes.start_all("--nnodes=3", script=WORK)
+    assert nodes.world(nodes.up(3, generation=1)) == before
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0, 0], nodes.story()
+    nodes.nothing_left()
