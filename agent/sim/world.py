@@ -58,6 +58,7 @@ class Host:
         self.incarnation = 0
         self.frozen = False
         self.stuck_ns = 0
+        self.lease_ns = 0
         self.disk: Vote | None = None
         self.works: World_ | None = None
         self.stopping = False
@@ -343,8 +344,8 @@ class World:
                 host.ended = code
                 self.say(host.name, f"ends with {code}: {reason}")
                 self._push(self.now + 1 * S, 7, (host, host.life))
-            case Lease():
-                pass
+            case Lease(until_ns):
+                host.lease_ns = until_ns
 
     def _check_choice(self, host: Host, node: Node, message: Accept) -> None:
         key = (host.name, message.parent, message.ballot)
@@ -433,6 +434,8 @@ class World:
         if host.life != life or host.node is None:
             return
         host.frozen = False
+        if host.works is not None and host.clock(self.now) >= host.lease_ns:
+            host.works, host.permit, host.stopping = None, False, False  # the watchdog was first
         node = host.node
         self._carry_out(host, node.tick(host.clock(self.now)))
         while host.events and host.node is not None:
