@@ -111,7 +111,7 @@ class Barrier:
         return [Send(node, Go(brief, view.generation)) for node in view.order if node != self._me]
 
     def late_ns(self) -> int | None:
-        """When whoever keeps this barrier waiting is too late: after `barrier_ns` for the leader, after twice that for the others,
+        """When whoever keeps this barrier waiting is too late: after `barrier_ns` for the leader, after twice that for others,
         for then it is the leader who does not act."""
         if self.leads and self.state in ("ready", "stopping"):
             return self._since_ns + self._config.barrier_ns
