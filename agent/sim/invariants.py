@@ -41,6 +41,8 @@ class Invariants:
         self._votes: dict[tuple[Source, str], Ballot] = {}
         self._order: dict[World_, tuple[str, ...]] = {}
         self._born: dict[World_, int] = {}
+        self._made: dict[World_, str] = {}
+        self._started: dict[World_, str] = {}
 
     def persisted(self, host: Host, vote: Vote | None) -> None:
         """A vote file was written."""
@@ -83,6 +85,7 @@ class Invariants:
         if known != digest and self._lost(known) and self._everyone(self._accepted.get(digest, set())):
             known = self._digests[place] = digest
             self._order.pop((view.chain, view.generation), None)
+            self._made.pop((view.chain, view.generation), None)
         if known != digest or digest != digest_of(view):
             raise Violation(f"I1 two views {view.number} of chain {view.chain}")
         if digest in self.views:
@@ -109,6 +112,7 @@ class Invariants:
         if view.mode == "run":
             if not config.min_nodes <= len(view.order) <= config.max_nodes:
                 raise Violation(f"I6 a world of {len(view.order)} nodes")
+            self._made.setdefault((view.chain, view.generation), digest)
             self._born.setdefault((view.chain, view.generation), self._world.now)
             old = self._order.setdefault((view.chain, view.generation), view.order)
             if old != view.order:
@@ -156,6 +160,13 @@ class Invariants:
                 continue
             if counts.get(member.node, 0) < (8 * k + 9) // 10 and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
+
+    def started(self, world: World_) -> None:
+        """Workers of a generation start somewhere: no generation ever means two worlds, not even of a lost view (A11)."""
+        made = self._made[world]
+        if self._started.setdefault(world, made) != made:
+            raise Violation(f"I3 generation {world[1]} is used a second time")
+        self.works_changed()
 
     def works_changed(self, granted: World_ | None = None) -> None:
         """Workers started, or a permit was given (I3)."""

@@ -55,6 +55,7 @@ class Host:
         self.power = True
         self.node: Node | None = None
         self.life = 0
+        self.starts = 0
         self.incarnation = 0
         self.frozen = False
         self.stuck_ns = 0
@@ -170,7 +171,9 @@ class World:
         host.events.clear()
         group = f"g{int(name[1:]) // 4}"
         me = Member(name, host.incarnation, group=group)
-        host.node = Node(self.config, me, self._misc.getrandbits(32), host.clock(self.now), host.disk)
+        host.starts += 1
+        seed = self._misc.getrandbits(32)
+        host.node = Node(self.config, me, seed, host.clock(self.now), host.disk, first_start=host.starts == 1)
         self.say(name, "starts" if host.disk is None else "starts from its vote file")
         host.wake_ns = NEVER
         self._wake(host)
@@ -332,7 +335,7 @@ class World:
                     raise Violation(f"I3 {host.name} starts workers while others are there")
                 host.works, host.permit, host.stopping = (view.chain, view.generation), False, False
                 self.say(host.name, f"starts workers of generation {view.generation}")
-                self.invariants.works_changed()
+                self.invariants.started(host.works)
             case Permit(chain, generation):
                 if host.works == (chain, generation):
                     host.permit = True
