@@ -312,7 +312,6 @@ class Agent:
 
     def start_here(self, world: World) -> None:
         """The mesh says: start."""
-        self.restart_count = world.restart_count
         self.advance(cluster.StartHere(world))
 
     def stop_here(self, generation: int, kill: bool) -> None:

@@ -103,7 +103,9 @@ def _certify_dead(words: list[str]) -> int:
                 raise Refusal(f"{job.run_dir}: {error.strerror}, so the agent cannot be told", exit_codes.CONFIG) from None
             told.append(job.status.job_id if job.status else "?")
     if not told:
-        names = f"they wait for or work with {', '.join(sorted(known))}" if known else "no job of yours on this node has other nodes"
+        names = (
+            f"they wait for or work with {', '.join(sorted(known))}" if known else "no job of yours on this node has other nodes"
+        )
         raise Refusal(f"no job of yours on this node knows of a node {quoted(node)}; {names}", exit_codes.UNAVAILABLE)
     return show(PROGRAM, f"told the agent of job {', '.join(told)}: {node} is gone for good\n")
 

@@ -96,7 +96,8 @@ def test_host_that_hears_but_is_not_heard(hosts: Hosts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("percent", [pytest.param("5", marks=pytest.mark.slow_network), "30"])
+@pytest.mark.slow_network
+@pytest.mark.parametrize("percent", ["5", "30"])
 def test_packet_loss(hosts: Hosts, percent: str) -> None:
     hosts.start("--nnodes=3:4", "--max-restarts=99")
     hosts.until_trains(hosts.until_world(hosts.names))
