@@ -16,6 +16,7 @@ from hyperpodrun.agent import family
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
+from hyperpodrun.agent.first_failure import FirstFailure
 from hyperpodrun.agent.keeper import FORWARDED, STOP_SIGNALS, KeeperLink
 from hyperpodrun.agent.policy import cluster
 from hyperpodrun.agent.policy import job as policy
@@ -26,7 +27,6 @@ from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
 from hyperpodrun.agent.wire import exit_codes, names
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
-from hyperpodrun.agent.workers.group import End
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import places
 from hyperpodrun.agent.workers.script import Script
@@ -35,12 +35,11 @@ from hyperpodrun.agent.workers.sweep import Sweeper
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh_driver import MeshDriver
-    from hyperpodrun.agent.wire.mesh import View
+    from hyperpodrun.agent.mesh_start import Place
 
-VICTIM_WAIT_S = 0.3
-"""A failure that looks like a consequence of another's is reported this much later: the culprit's own word comes first."""
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
+TELL_GRACE_S = 1.0
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -95,11 +94,20 @@ class Agent:
             self.node,
             on_over=self.attempt_over,
             on_change=self.write_status,
-            on_first_failure=self.first_failure,
+            on_first_failure=lambda end: self.first_failure.failed(end) if self.mesh else None,
+            on_drained=lambda local_rank: self.first_failure.drained(local_rank),
+        )
+        self.first_failure = FirstFailure(
+            self.reactor,
+            self.desk,
+            tell=self.tell_failure,
+            ship=lambda text: self.mesh.ship(self.attempt.world.generation, text) if self.mesh and self.attempt.world else None,
+            pass_on=self.pass_on,
         )
         self.watched: dict[int, Callable[[int], None]] = {}
         self.unclaimed: dict[int, int] = {}
         self.ports: set[int] = set()
+        self.port_retries = 0
         self.started_at = float(link.memo.get("started_at", f"{time.time()}"))
 
     # --- life
@@ -184,12 +192,22 @@ class Agent:
                 case policy.RunAttempt(restart_count):
                     self.run_attempt(restart_count)
                 case policy.StopAttempt(kill):
+                    if not kill:
+                        self.reactor.call_later(TELL_GRACE_S, self.tell_grace)
                     self.attempt.stop(kill)
                 case policy.Restarting() | policy.GivingUp():
                     self.desk.tell_next(effect)
                 case policy.End(code):
                     self.end(code)
         self.write_status()
+
+    def tell_grace(self) -> None:
+        """Most ranks leave at once; who waits for the others should know for what, and how to end it."""
+        if count := len(self.attempt.pids):
+            self.output.say(
+                f"waiting for {count} rank(s) of this node to end, at most {self.config.shutdown_timeout_s:g} s; "
+                "a second Ctrl-C (SIGINT) ends them now"
+            )
 
     def run_attempt(self, restart_count: int) -> None:
         """Start all ranks; this node is the world."""
@@ -224,29 +242,31 @@ class Agent:
             started_at=self.started_at,
         )
         self.unclaimed.clear()
+        self.first_failure.begin()
         self.attempt.run(world)
 
-    def first_failure(self, end: End) -> None:
-        """A rank failed: the mesh is told at once, a likely victim only if nothing came of it meanwhile."""
-        if self.mesh is None or self.attempt.world is None:
-            return
-        code, detail, victim = self.desk.first_words(end)
-        generation = self.attempt.world.generation
-
-        def tell() -> None:
-            if self.attempt.world is not None and self.attempt.world.generation == generation:
-                self.advance(cluster.RankFailed(code, detail))
-
-        self.reactor.call_later(VICTIM_WAIT_S if victim else 0.0, tell)
+    def tell_failure(self, verdict: Verdict) -> None:
+        """A rank failed, here first as far as is known: a word to the mesh."""
+        free = self.port_taken(verdict.text) and self.port_retries < policy.MAX_PORT_RETRIES
+        self.port_retries += free
+        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free))
 
     def attempt_over(self, verdict: Verdict) -> None:
-        """Nothing of the attempt is left; the job core says what follows."""
-        world = self.attempt.world
-        assert world is not None
-        taken = self.config.master_port is None and rendezvous.names_taken_port(verdict.text, world.master_port)
+        """Nothing of the attempt is left."""
         if self.mesh is not None:
             self.desk.tell_here()
-        self.advance(policy.AttemptOver(verdict.code, port_taken=taken, final=verdict.final))
+            self.first_failure.over(verdict)
+        else:
+            self.pass_on(verdict)
+
+    def pass_on(self, verdict: Verdict) -> None:
+        """The job core says what follows."""
+        self.advance(policy.AttemptOver(verdict.code, port_taken=self.port_taken(verdict.text), final=verdict.final))
+
+    def port_taken(self, text: str) -> bool:
+        """Do a rank's last words say that another program took the port that was chosen for its store?"""
+        world = self.attempt.world
+        return world is not None and self.config.master_port is None and rendezvous.names_taken_port(text, world.master_port)
 
     # --- the mesh
 
@@ -254,7 +274,10 @@ class Agent:
         """Begin to look for the other nodes; zmq is imported only now."""
         from hyperpodrun.agent.mesh_driver import MeshDriver
 
-        self.mesh = MeshDriver(self.reactor, self.config, self, self.watch_child, self.output.say, os.environ, self.link.lease)
+        port = int(self.link.memo.get("mesh_port", "0"))
+        self.mesh = MeshDriver(
+            self.reactor, self.config, self, self.watch_child, self.output.say, os.environ, self.link.lease, port
+        )
         self.mesh.start()
         self.reactor.call_later(STATUS_EVERY_S, self.renew_status)
 
@@ -264,6 +287,8 @@ class Agent:
 
         assert self.mesh is not None
         match effect:
+            case cluster.TellFailed(_, _, detail, free) if free:
+                self.mesh.notify(fx.RestartAsked(f"another program took the port of the store ({detail})"))
             case cluster.TellFailed(generation, code, detail):
                 self.mesh.notify(fx.WorkersFailed(generation, code, detail))
             case cluster.TellFinished(generation):
@@ -273,38 +298,28 @@ class Agent:
             case cluster.TellLeaving():
                 self.mesh.notify(fx.LeaveAsked())
 
+    def placed(self, place: "Place") -> None:
+        """The port is this launcher's from now on, also if this agent should die."""
+        self.link.remember(mesh_port=place.port)
+
     def start_here(self, world: World) -> None:
         """The mesh says: start."""
         self.advance(cluster.StartHere(world))
 
     def stop_here(self, generation: int, kill: bool) -> None:
         """The mesh says: stop."""
+        self.first_failure.settle()
         self.advance(cluster.StopHere(generation, kill))
 
     def job_over(self, code: int, reason: str) -> None:
         """The mesh says: the job is over."""
-        if code and reason:
-            self.output.say(f"the job ends with exit code {code}: {reason}")
+        self.desk.because(reason if code else "")
+        self.first_failure.settle()
         self.advance(cluster.JobOver(code, reason))
 
-    def view_changed(self, view: "View") -> None:
-        """The nodes agreed on something new: one line for people."""
+    def view_changed(self) -> None:
+        """The nodes agreed on something new."""
         self.write_status()
-        limit = self.config.max_restarts
-        if view.mode == "closed":
-            return
-        where = (
-            f"{len(view.order)} of {len(view.members)} nodes"
-            if len(view.order) < len(view.members)
-            else f"{len(view.order)} nodes"
-        )
-        if view.mode == "hold":
-            self.output.say(f"view {view.number}: holding, too few nodes ({len(view.members)} are here): {view.reason}")
-        elif view.number == 0 or view.restart != "none":
-            self.output.say(
-                f"view {view.number}: world {view.generation} on {where}, rank 0 on {view.order[0]}, "
-                f"restart {view.restarts} of {limit}: {view.reason}"
-            )
 
     def run_script(self, which: str) -> None:
         """The pre- or post-train script."""

@@ -23,7 +23,8 @@ from hyperpodrun.agent.workers.sweep import Sweeper
 
 
 class AttemptRunner:
-    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the local rank that failed first, at once.
+    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
+    `on_drained` each rank whose last words have been read.
 
     `places` says where each local rank runs; `base_env` is the launcher's environment, its mark included.
     """
@@ -44,6 +45,7 @@ class AttemptRunner:
         on_over: Callable[[Verdict], None],
         on_change: Callable[[], None],
         on_first_failure: Callable[[group.End], None] = lambda _end: None,
+        on_drained: Callable[[int], None] = lambda _local_rank: None,
     ) -> None:
         self.world: World | None = None
         self.places: list[Place] = []
@@ -61,6 +63,7 @@ class AttemptRunner:
         self._on_over = on_over
         self._on_change = on_change
         self._on_first_failure = on_first_failure
+        self._on_drained = on_drained
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s)
         self._tick: Timer | None = None
         self._draining: set[int] = set()
@@ -183,6 +186,7 @@ class AttemptRunner:
 
     def _drained(self, local_rank: int) -> None:
         self._draining.discard(local_rank)
+        self._on_drained(local_rank)
         self._clear()
 
     def _ask(self, local_ranks: tuple[int, ...]) -> None:

@@ -24,11 +24,15 @@ from hyperpodrun.agent.workers.output import Output
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless."""
+    """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
+
+    `headline` is the failure in a line, for other nodes.
+    """
 
     code: int
     text: str = ""
     final: bool = False
+    headline: str = ""
 
 
 class FailureDesk:
@@ -71,11 +75,14 @@ class FailureDesk:
                 f"rank {self._first_rank + end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node"
             )
 
-    def first_words(self, end: End) -> tuple[int, str, bool]:
-        """(exit code, the report in a line, is it likely another's victim?) of a rank that has just failed."""
+    def first_words(self, end: End) -> tuple[Verdict, bool]:
+        """What is known of a rank that has just failed, and whether it is likely another's victim."""
         failed = self._failed_rank(end)
-        code = exit_codes.from_wait_status(failed.end.status) or 1
-        return code, report.headline(failed, self._about("")), failed.evidence.victim
+        return self._verdict(failed), failed.evidence.victim
+
+    def first_report(self, end: End) -> str:
+        """The whole report about this rank, for another node's console."""
+        return report.render(self._failed_rank(end), [], self._about("the nodes decide what follows"))
 
     def tell_here(self) -> None:
         """Tell what failed on this node; what follows is decided elsewhere."""
@@ -127,7 +134,8 @@ class FailureDesk:
             return Verdict(0)
         if over.start_failure is not None:
             # Nothing that another attempt could change: the program or this machine is not fit.
-            return Verdict(self._start_code or exit_codes.CONFIG, over.start_failure, final=True)
+            headline = f"the workers of {self._node} could not be started: {over.start_failure}"
+            return Verdict(self._start_code or exit_codes.CONFIG, over.start_failure, final=True, headline=headline)
         failed = [self._failed_rank(end) for end in over.ends if end.failed or end.hung]
         if over.cause == "order" or not failed:
             return Verdict(0)
@@ -135,8 +143,15 @@ class FailureDesk:
         culprit = blame.root_cause([rank.end for rank in failed], told)
         root = next(rank for rank in failed if rank.end is culprit)
         self._pending = root, [rank for rank in failed if rank is not root]
-        # A hung rank that took our signal kindly ended with 0: that is no success.
-        return Verdict(exit_codes.from_wait_status(culprit.status) or 1, "\n".join(root.tail.stderr))
+        return self._verdict(root)
+
+    def _verdict(self, failed: report.FailedRank) -> Verdict:
+        return Verdict(
+            # A hung rank that took our signal kindly ended with 0: that is no success.
+            exit_codes.from_wait_status(failed.end.status) or 1,
+            "\n".join(failed.tail.stderr),
+            headline=report.headline(failed, self._about("")),
+        )
 
     def tell_unkillable(self, left: tuple[str, ...]) -> None:
         """Name what SIGKILL did not end."""
@@ -156,6 +171,10 @@ class FailureDesk:
         if effect.free:
             step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
         self._tell(step)
+
+    def because(self, reason: str) -> None:
+        """Why the job ends, should it end now."""
+        self._reason = reason
 
     def flush(self, code: int) -> None:
         """The job ends with this code: tell what was not told yet."""
@@ -193,7 +212,7 @@ class FailureDesk:
         files = (self._output.log_path(local_rank, "stdout"), self._output.log_path(local_rank, "stderr"))
         return report.FailedRank(
             end=blame.WorkerEnd(
-                local_rank, self._first_rank + local_rank, end.pid, status, end.at_s, bool(end.sent), end.hung, end.sent
+                local_rank, self._first_rank + local_rank, end.pid, status, end.at_s, bool(end.sent), end.hung, end.sent, end.status is None
             ),
             evidence=evidence.gather(self._output.error_file(local_rank), tail, status),
             tail=tail,

@@ -130,11 +130,14 @@ def send(process: Process, signum: int) -> bool:
     return True
 
 
-def kill_all(root: int, family: str, limit_s: float, reap: Callable[[], None]) -> list[Process]:
-    """SIGKILL everything below `root`, again and again until nothing is left or `limit_s` is over; gives what is left.
+def kill_all(family: str, limit_s: float, reap: Callable[[], None]) -> list[Process]:
+    """SIGKILL everything below this process, again and again until nothing is left or `limit_s` is over; gives what is left.
 
     `reap` is called between rounds so that dead children of this process leave the table. Blocks: for the keeper only.
     """
+    root = os.getpid()
+    if os.readlink("/proc/self") != str(root):
+        raise RuntimeError(f"/proc is that of other processes: {os.readlink('/proc/self')} is not {root}; nothing is signalled")
     end_s = time.monotonic() + limit_s
     while True:
         left = members(root, family, marked=True)

@@ -9,7 +9,7 @@ agent), *leaving*.
 
 Invariants
 - The agent ended on purpose exactly if it wrote an exit code into the memo; anything else is a death and starts a new agent,
-  at least 1 s after the last start, at most 5 deaths in 60 s.
+  at least 1 s after the last start, at most 5 deaths in 60 s. One that failed by itself before it began is not started again.
 - A stop signal is never lost: one that comes while no agent lives ends the job with 128 + its number.
 - When the keeper leaves, no process of the job is left and the run folder is gone.
 - In a job of several nodes workers never outlive their lease (MESH A9), also when the agent stands still: the keeper holds the
@@ -18,11 +18,12 @@ Invariants
 The agent has a session of its own: a terminal's Ctrl-C comes to the keeper alone and is forwarded once.
 """
 
+import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
 from hyperpodrun.agent import family, run_dir
@@ -37,7 +38,14 @@ CLEAR_LIMIT_S = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU, signal.SIGPWR)
 _MEMO_BYTES = 4096
+_REFUSALS = {
+    errno.EAGAIN: "look at `ulimit -u` and the cgroup's pids.max",
+    errno.ENOMEM: "the machine or the cgroup is out of memory",
+    errno.EFBIG: "raise `ulimit -f`",
+}
 _LEASE_BYTES = 8
+_LEAST_FILES = 16
+_LEAST_FILE_BYTES = 64 * 1024
 LEASE_SLACK_S = 0.5
 """An agent that runs ends its workers itself when the lease is over; the keeper comes after it, before the fence is (1 s)."""
 
@@ -45,7 +53,8 @@ LEASE_SLACK_S = 0.5
 class KeeperLink:
     """The agent's side of its keeper: what outlives an agent.
 
-    `memo` holds what the previous agent remembered (empty for the first one); `deaths` counts agents that died before this one.
+    `memo` holds what the previous agent remembered (empty for the first one); `deaths_s` are the monotonic times at which agents
+    died before this one, `deaths` is their number.
     `signal_mask` is the mask to restore once the agent can take signals: until then they wait, so none is lost and none kills it.
     """
 
@@ -55,7 +64,7 @@ class KeeperLink:
         family_mark: str,
         memo_fd: int,
         memo: dict[str, str],
-        deaths: int,
+        deaths_s: Sequence[float],
         signal_mask: Collection[int | signal.Signals],
     ) -> None:
         self.run_dir = folder
@@ -63,9 +72,14 @@ class KeeperLink:
         self.family = family_mark
         self.pid = os.getppid()
         self.memo = memo
-        self.deaths = deaths
+        self.deaths_s = tuple(deaths_s)
         self._memo_fd = memo_fd
         self._leased = False
+
+    @property
+    def deaths(self) -> int:
+        """Agents that died before this one."""
+        return len(self.deaths_s)
 
     def remember(self, **facts: object) -> None:
         """Keep these facts for the next agent, should this one die. Values are single lines."""
@@ -100,9 +114,15 @@ class KeeperLink:
 def main(run_agent: Callable[[KeeperLink], int]) -> NoReturn:
     """Run `run_agent` in a child process until it ends on purpose; leave with its exit code."""
     _open_standard_streams()
+    if trouble := _too_tight() or _blind():
+        _say(trouble)
+        sys.exit(exit_codes.CONFIG)
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup(1): stays so, here and in workers
     forwarded = {number for number in FORWARDED if not (number == signal.SIGHUP and ignored)}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
+    # Whoever started us may have ignored or blocked these, which exec hands on: without SIGCHLD no end would ever be seen.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    awaited = forwarded | {signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited) - awaited
     family.become_subreaper()
     try:
         folder = run_dir.create()
@@ -145,12 +165,16 @@ class _Keeper:
         """The exit code of the job."""
         while True:
             started_s = time.monotonic()
-            self.start_agent()
+            try:
+                self.start_agent()
+            except OSError as error:
+                _say(f"the agent cannot be started: {error.strerror}; {_REFUSALS.get(error.errno or 0, 'see fork(2)')}")
+                return exit_codes.CONFIG
             if not self.deaths_s:
                 run_dir.remove_dead()  # the agent is busy starting and we have nothing to do
             status = self.watch()
             memo = _read_memo(self.memo_fd)
-            left = family.kill_all(os.getpid(), self.mark, CLEAR_LIMIT_S, self.reap)
+            left = family.kill_all(self.mark, CLEAR_LIMIT_S, self.reap)
             for process in left:
                 _say(
                     f"process {process.pid} ({process.name}, state {process.state}) cannot be killed and stays: the kernel holds it"
@@ -167,6 +191,12 @@ class _Keeper:
                 if number
                 else f"ended with code {exit_codes.from_wait_status(status)}"
             )
+            if not memo and number is None:
+                _say(
+                    f"the agent (pid {self.agent}) {how} before it began, for the reason above; another one would do the same. "
+                    "Look for a limit (`ulimit -a`) and for files in PYTHONPATH that hide a module; else it is a bug of hyperpodrun."
+                )
+                return exit_codes.INTERNAL
             if len(recent) >= MAX_DEATHS:
                 _say(
                     f"the agent (pid {self.agent}) {how}: {len(recent)} deaths in {DEATHS_WINDOW_S:.0f} s, the job ends. "
@@ -194,7 +224,7 @@ class _Keeper:
             os.setsid()
             if not family.die_with_parent(signal.SIGTERM, keeper):
                 os._exit(exit_codes.INTERNAL)
-            link = KeeperLink(self.folder, self.mark, self.memo_fd, memo, len(self.deaths_s), self.mask)
+            link = KeeperLink(self.folder, self.mark, self.memo_fd, memo, self.deaths_s, self.mask)
             link.leave(self.run_agent(link))
         except BaseException:  # noqa: BLE001 - whatever it is, it must not unwind into the keeper's own code
             # A bug of ours: show it whole; the missing exit note makes the keeper start another agent.
@@ -262,6 +292,36 @@ def _open_standard_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
+
+
+def _too_tight() -> str:
+    """A limit under which this program itself cannot work, as a sentence; "" when there is none."""
+    import resource
+
+    for what, unit, least, advice in (
+        (resource.RLIMIT_NOFILE, "open files", _LEAST_FILES, "ulimit -n 1024"),
+        (resource.RLIMIT_FSIZE, "bytes in a file", _LEAST_FILE_BYTES, "ulimit -f unlimited"),
+    ):
+        limit, _ = resource.getrlimit(what)
+        if limit != resource.RLIM_INFINITY and limit < least:
+            return f"the limit on {unit} is {limit} and the launcher alone needs {least}: raise it with {advice}"
+    return ""
+
+
+def _blind() -> str:
+    """Why /proc cannot show this job's processes, as a sentence; "" when it can.
+
+    Its numbers must be ours: in the /proc of another pid namespace they mean other processes, and we kill by them.
+    """
+    try:
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return ""
+    except OSError:
+        pass  # nothing is mounted there: the same sentence
+    return (
+        "/proc is not mounted or belongs to another pid namespace, so the job's processes cannot be found in it; "
+        "mount it (mount -t proc proc /proc; unshare has --mount-proc)"
+    )
 
 
 def _say(text: str) -> None:

@@ -103,6 +103,8 @@ class Reactor:
     def turn(self, limit_s: float | None = None) -> None:
         """Wait for the next event (at most `limit_s` seconds) and dispatch all that is ready."""
         timeout_s = limit_s
+        while self._timers and self._timers[0][2].callback is None:  # cancelled: nothing to wake up for
+            heapq.heappop(self._timers)
         if self._timers:
             until_s = max(0.0, self._timers[0][0] - self.now_s())
             timeout_s = until_s if timeout_s is None else min(timeout_s, until_s)

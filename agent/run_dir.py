@@ -32,10 +32,13 @@ class RunDir:
         self.lock_fd = lock_fd
 
     def remove(self) -> None:
-        """Remove the folder and all in it; a folder that is gone already is fine."""
+        """Remove the folder and all in it, subfolders that were made unreadable too; a folder that is gone already is fine."""
         import shutil  # 8 ms to import: not on the way to the first worker
 
         shutil.rmtree(self.path, ignore_errors=True)
+        if os.path.isdir(self.path) and not os.path.islink(self.path):
+            _unlock(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def create() -> RunDir:
@@ -75,6 +78,18 @@ def remove_dead() -> None:
                 RunDir(path, -1).remove()
 
 
+def _unlock(path: str) -> None:
+    """Undo chmod: a worker can take its own user the right to look into a folder."""
+    try:
+        os.chmod(path, 0o700)
+        for folder, subfolders, _ in os.walk(path):
+            for subfolder in (os.path.join(folder, name) for name in subfolders):
+                if not os.path.islink(subfolder):
+                    os.chmod(subfolder, 0o700)
+    except OSError:
+        pass  # gone meanwhile, or not ours: then it stays
+
+
 def _mine(base: str) -> Iterator[tuple[str, bool]]:
     """(folder, is its launcher dead?) for each run folder of this user."""
     try:
@@ -84,6 +99,8 @@ def _mine(base: str) -> Iterator[tuple[str, bool]]:
     for entry in sorted(entries):
         path = os.path.join(base, entry)
         try:
+            if os.lstat(path).st_uid != os.getuid():
+                continue  # the name is free to everybody
             fd = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue  # being removed right now, or no folder of ours

@@ -36,7 +36,10 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`state` is a state of policy/job.py; `started_at` is in Unix seconds; `pid` is the keeper's. `mesh`: None in a job of one node."""
+    """`state` is a state of policy/job.py; `started_at` is in Unix seconds; `pid` is the keeper's.
+
+    `mesh`: None in a job of one node.
+    """
 
     job_id: str
     pid: int

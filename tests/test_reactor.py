@@ -22,6 +22,14 @@ def test_timers_fire_in_the_order_of_their_times(reactor: Reactor) -> None:
     assert seen == ["first", "second"]
 
 
+def test_cancelled_timer_does_not_end_the_wait(reactor: Reactor) -> None:
+    seen: list[str] = []
+    reactor.call_later(0.001, lambda: seen.append("never")).cancel()
+    reactor.call_later(0.05, lambda: seen.append("next"))
+    reactor.turn()
+    assert seen == ["next"]
+
+
 def test_readable_descriptor_is_served_until_forgotten(reactor: Reactor) -> None:
     read, write = os.pipe()
     os.write(write, b"ab")

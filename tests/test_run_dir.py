@@ -10,6 +10,7 @@ import pytest
 
 from hyperpodrun.agent import run_dir
 
+NOBODY = 65534
 OWNER = """
 import sys
 from hyperpodrun.agent import run_dir
@@ -35,6 +36,38 @@ def test_folder_is_private_and_removed_with_all_in_it(base: str) -> None:
     folder.remove()
     assert os.listdir(base) == []
     os.close(folder.lock_fd)
+
+
+def test_folder_with_unreadable_parts_is_removed(base: str) -> None:
+    folder = run_dir.create()
+    Path(folder.path, "deep", "deeper").mkdir(parents=True)
+    Path(folder.path, "deep", "deeper", "file").write_text("x")
+    Path(folder.path, "deep", "link").symlink_to(base)
+    if os.getuid() == 0:  # rights do not bind root: let another user own and remove it
+        for path in (base, folder.path, *(os.path.join(folder.path, part) for part in ("deep", "deep/deeper"))):
+            os.chown(path, NOBODY, NOBODY)
+    for part in ("deep/deeper", "deep", "."):
+        os.chmod(os.path.join(folder.path, part), 0)
+    child = os.fork()
+    if child == 0:
+        os.chdir(base)  # the folders above may be closed to that user
+        if os.getuid() == 0:
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        run_dir.RunDir(os.path.basename(folder.path), -1).remove()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.listdir(base) == []
+    os.close(folder.lock_fd)
+
+
+def test_folders_of_other_users_are_left_alone(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    another = os.getuid() + 1
+    path = Path(base, f"{run_dir.PREFIX}-{another}-made-by-us")
+    path.mkdir()
+    path.joinpath("lock").touch()
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    run_dir.remove_dead()
+    assert path.exists() and run_dir.living(base) == []
 
 
 def test_living_folder_is_listed_and_spared_dead_one_removed(base: str) -> None:

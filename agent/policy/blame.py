@@ -97,6 +97,8 @@ class WorkerEnd(msgspec.Struct, frozen=True):
     signalled: bool = False
     hung: bool = False
     sent: tuple[int, ...] = ()
+    unkillable: bool = False
+    """SIGKILL had no effect: the kernel holds it, and `status` is only what it will end of."""
 
     @property
     def failed(self) -> bool:

@@ -5,6 +5,8 @@
 Pure: times come in.
 """
 
+from collections.abc import Iterable
+
 
 class Total:
     """`limit` restarts in all, `used` of them spent (kept over the agent's own restarts)."""
@@ -27,12 +29,12 @@ class Total:
 
 
 class Window:
-    """At most `limit` (None: any number) within any `window_s` seconds."""
+    """At most `limit` (None: any number) within any `window_s` seconds. `spent_s`: when earlier ones were taken."""
 
-    def __init__(self, limit: int | None, window_s: float) -> None:
+    def __init__(self, limit: int | None, window_s: float, spent_s: Iterable[float] = ()) -> None:
         self.limit = limit
         self.window_s = window_s
-        self._spent_s: list[float] = []
+        self._spent_s = list(spent_s)
 
     def spend(self, now_s: float) -> bool:
         """Take one now; False, and nothing taken, when the window is full."""

@@ -67,10 +67,14 @@ class JobOver(msgspec.Struct, frozen=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True):
-    """The first failure of the attempt here: told at once, before the others of this node are gone."""
+    """The first failure of the attempt here: told at once, before the others of this node are gone.
+
+    `free`: it is not the job's fault (the store's port was taken), so the restart is not to be counted.
+    """
 
     code: int
     detail: str
+    free: bool = False
 
 
 Event = StartHere | StopHere | JobOver | RankFailed | job.Begin | job.ScriptEnded | job.AttemptOver | job.StopSignal
@@ -79,11 +83,12 @@ Event = StartHere | StopHere | JobOver | RankFailed | job.Begin | job.ScriptEnde
 
 
 class TellFailed(msgspec.Struct, frozen=True):
-    """Workers of this generation failed here."""
+    """Workers of this generation failed here. `free`: see RankFailed."""
 
     generation: int
     code: int
     detail: str
+    free: bool = False
 
 
 class TellFinished(msgspec.Struct, frozen=True):
@@ -147,8 +152,8 @@ class ClusterJob:
             case JobOver():
                 self._over = event
                 return self._job_over()
-            case RankFailed(code, detail) if self.state is State.TRAINING:
-                return self._tell_failed(code, detail)
+            case RankFailed(code, detail, free) if self.state is State.TRAINING:
+                return self._tell_failed(code, detail, free)
             case job.ScriptEnded(code):
                 return self._script_ended(code)
             case job.AttemptOver() if self.state is State.TRAINING:
@@ -187,11 +192,11 @@ class ClusterJob:
     def _end_what_runs(self, kill: bool) -> list[Effect]:
         return [job.EndScript(kill)] if self.state in (State.PRE, State.POST) else [job.StopAttempt(kill)]
 
-    def _tell_failed(self, code: int, detail: str) -> list[Effect]:
+    def _tell_failed(self, code: int, detail: str, free: bool = False) -> list[Effect]:
         if self._told_failure or self._stop_asked is not None or self.stopped_by is not None:
             return []
         self._told_failure = True
-        return [TellFailed(self.generation, code, detail)]
+        return [TellFailed(self.generation, code, detail, free)]
 
     def _script_ended(self, code: int) -> list[Effect]:
         if self.state is State.POST:

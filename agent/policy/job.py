@@ -190,7 +190,7 @@ class Job:
 
     def _script_ended(self, code: int) -> list[Effect]:
         if self.stopped_by is not None:
-            return self._end(exit_codes.for_signal(self.stopped_by))
+            return self._end_stopped(self.stopped_by)
         if self.state is State.PRE and code == 0:
             return self._train()
         which = "pre" if self.state is State.PRE else "post"
@@ -199,7 +199,7 @@ class Job:
 
     def _attempt_over(self, event: AttemptOver) -> list[Effect]:
         if self.stopped_by is not None:
-            return self._end(exit_codes.for_signal(self.stopped_by))
+            return self._end_stopped(self.stopped_by)
         if event.code == 0:
             if self.post_script:
                 self.state = State.POST
@@ -213,7 +213,8 @@ class Job:
             self.port_retries += 1
         elif not self.restarts.spend():
             limit = self.restarts.limit
-            reason = f"all {limit} restarts are spent" if limit else "no restarts were asked for (--max-restarts)"
+            spent = f"all {limit} restarts are spent" if limit > 1 else "the one restart is spent"
+            reason = spent if limit else "no restarts were asked for (--max-restarts)"
             return [GivingUp(reason), *self._end(event.code)]
         self.restart_count += 1
         return [Restarting(self.restarts.left, free), *self._next_attempt()]
@@ -232,13 +233,16 @@ class Job:
             return [EndScript(kill)]
         if self._attempt_runs:
             return [StopAttempt(kill)]
-        return self._end(exit_codes.for_signal(self.stopped_by or number))
+        return self._end_stopped(self.stopped_by or number)
 
     def _is_second_interrupt(self, number: int, now_s: float) -> bool:
         if exit_codes.signal_name(number) != "SIGINT":
             return False
         last_s, self._last_interrupt_s = self._last_interrupt_s, now_s
         return last_s is not None and now_s - last_s >= SAME_PRESS_S
+
+    def _end_stopped(self, number: int) -> list[Effect]:
+        return [GivingUp(f"stopped by {exit_codes.signal_name(number)}"), *self._end(exit_codes.for_signal(number))]
 
     def _end(self, code: int) -> list[Effect]:
         self.state = State.ENDED

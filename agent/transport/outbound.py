@@ -11,75 +11,42 @@ ourselves. Each attempt has a socket of its own; closing it also drops what was 
     closed      forgotten
 
 A round tries every address once, the one that worked last first. Rounds are `FIRST_WAIT_S`..`LONGEST_WAIT_S` apart, doubling,
-with jitter; the longest wait grows with the number of peers that are away, so that their attempts stay below about 50 a second.
-Messages sent while not up are kept for `KEPT_S` at most, the newest `KEPT`, so that a first word needs no second try.
+with jitter; the longest wait grows with the number of peers that are away, so that their attempts stay below about 50 a second
+(an attempt takes 0.4 ms of the loop). The first attempts of a long list are spread in the same way.
+Messages sent while not up are `Kept` for a moment.
 Invariants: at most one socket; `on_lost` only after `on_up`, once each.
 """
 
-import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import zmq
 
-from hyperpodrun.agent.reactor import Reactor, Timer
+from hyperpodrun.agent.reactor import Timer
 from hyperpodrun.agent.transport import frames
 from hyperpodrun.agent.transport.addresses import Address, endpoint, is_loopback
-from hyperpodrun.agent.transport.complaints import Complaints
 from hyperpodrun.agent.transport.frames import Hello, Identity, Refused, Welcome
-from hyperpodrun.agent.transport.keys import JobKeys
-from hyperpodrun.agent.transport.resolver import Resolver
-from hyperpodrun.agent.transport.zsocket import HANDSHAKE_FAILED, NOBLOCK, Monitor, Settings, Socket, Source, new_socket
+from hyperpodrun.agent.transport.kept import Kept
+from hyperpodrun.agent.transport.surroundings import Surroundings
+from hyperpodrun.agent.transport.zsocket import HANDSHAKE_FAILED, NOBLOCK, Monitor, Socket, Source, new_socket
 
 FIRST_WAIT_S = 0.05
 LONGEST_WAIT_S = 1.0
 REFUSED_WAIT_S = 5.0
 CONNECT_S = 1.5
 ANSWER_S = 4.0
+STUCK_S = 0.1
 STEADY_S = 1.0
 HUNG_UP_OFTEN = 4
-KEPT = 128
-KEPT_BYTES = 1 << 20
-KEPT_S = 2.0
 ATTEMPTS_PER_S = 50.0
+DIALLED_AT_ONCE = 64
+FIRST_ATTEMPTS_PER_S = 500.0
 LARGEST_ANSWER_BYTES = 8192
 
 Key = str | Address
 """A node's name, or an address whose owner is not known yet."""
 State = Literal["waiting", "resolving", "dialing", "up", "closed"]
-
-
-class Surroundings:
-    """What all outgoing connections of one transport share."""
-
-    def __init__(
-        self,
-        reactor: Reactor,
-        context: "zmq.Context[Any]",
-        settings: Settings,
-        keys: JobKeys | None,
-        version: int,
-        label: bytes,
-        resolver: Resolver,
-        counters: dict[str, int],
-        complaints: Complaints,
-    ) -> None:
-        self.reactor = reactor
-        self.context = context
-        self.settings = settings
-        self.keys = keys
-        self.version = version
-        self.label = label
-        self.resolver = resolver
-        self.counters = counters
-        self.complaints = complaints
-        self.random = random.Random()
-        self.session = self.random.randbytes(8)
-        self.links_made = 0
-        self.away = 0
-        self.loopback_only = False
-        self.message_header = frames.header(version, label, frames.MESSAGE)
 
 
 class Outbound:
@@ -115,15 +82,16 @@ class Outbound:
         self._refused = False
         self._hung_up = 0
         self._up_s = 0.0
-        self._kept: deque[tuple[float, bytes]] = deque()
-        self._kept_bytes = 0
+        self._kept = Kept(around.counters)
         self._socket: Socket | None = None
         self._monitor: Monitor | None = None
         self._source: Source | None = None
         self._connected = False
+        self._dialled_s = 0.0
         self._handshake_failure: tuple[int, int] | None = None
         around.away += 1
-        self._timer: Timer | None = around.reactor.call_later(0, self._begin_round)
+        before = max(0, around.away - DIALLED_AT_ONCE)
+        self._timer: Timer | None = around.reactor.call_later(before / FIRST_ATTEMPTS_PER_S, self._begin_round)
 
     # --- for the transport
 
@@ -133,13 +101,16 @@ class Outbound:
         now_s = around.reactor.now_s()
         self.used_s = now_s
         if self.state != "up":
-            return self._keep(now_s, payload)
+            return self._kept.keep(now_s, payload)
         return self._hand_over(around.message_header + payload)
 
     def nudge(self) -> None:
         """There is news about this peer (an address, a sign of life): try now instead of later."""
         self._failures = 0
-        if self.state == "waiting":
+        stuck = self.state == "dialing" and not self._connected and self._around.reactor.now_s() - self._dialled_s > STUCK_S
+        if stuck:
+            self._hang_up()
+        if stuck or self.state == "waiting":
             self._begin_round()
 
     def redial(self) -> None:
@@ -155,7 +126,7 @@ class Outbound:
             self.state = "closed"
             self._hang_up()
             self._cancel_timer()
-            self._drop_kept()
+            self._kept.forget()
 
     # --- rounds
 
@@ -209,7 +180,7 @@ class Outbound:
         self.state = "waiting"
         around = self._around
         longest_s = max(REFUSED_WAIT_S if self._refused else LONGEST_WAIT_S, around.away / ATTEMPTS_PER_S)
-        wait_s = min(longest_s, FIRST_WAIT_S * 2.0 ** min(self._failures, 20))
+        wait_s = max(around.away / FIRST_ATTEMPTS_PER_S, min(longest_s, FIRST_WAIT_S * 2.0 ** min(self._failures, 20)))
         self._failures += 1
         self._cancel_timer()
         self._timer = around.reactor.call_later(wait_s * around.random.uniform(0.5, 1.0), self._begin_round)
@@ -221,6 +192,7 @@ class Outbound:
         assert place.port is not None
         self.state = "dialing"
         self.place = place
+        self._dialled_s = around.reactor.now_s()
         self._connected = False
         self._handshake_failure = None
         around.links_made += 1
@@ -439,31 +411,10 @@ class Outbound:
         counters["sent_bytes"] += len(frame)
         return True
 
-    def _keep(self, now_s: float, payload: bytes) -> bool:
-        if len(payload) > KEPT_BYTES:
-            self._around.counters["dropped"] += 1
-            return False
-        self._kept.append((now_s, payload))
-        self._kept_bytes += len(payload)
-        while len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES or self._kept[0][0] < now_s - KEPT_S:
-            self._kept_bytes -= len(self._kept.popleft()[1])
-            self._around.counters["dropped"] += 1
-        return True
-
     def take_kept(self) -> list[bytes]:
         """What still waits and is fresh, for the connection that turned out to lead to the same peer."""
-        fresh_s = self._around.reactor.now_s() - KEPT_S
-        kept = [payload for when_s, payload in self._kept if when_s >= fresh_s]
-        self._around.counters["dropped"] += len(self._kept) - len(kept)
-        self._kept.clear()
-        self._kept_bytes = 0
-        return kept
+        return self._kept.take(self._around.reactor.now_s())
 
     def _flush(self) -> None:
         for payload in self.take_kept():
             self._hand_over(self._around.message_header + payload)
-
-    def _drop_kept(self) -> None:
-        self._around.counters["dropped"] += len(self._kept)
-        self._kept.clear()
-        self._kept_bytes = 0

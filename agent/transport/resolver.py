@@ -51,17 +51,17 @@ class Resolver:
         """Answer nobody any more."""
         self._waiting.clear()
         self._queued.clear()
-        if self._bell >= 0 and self._running == 0:
+        if self._bell >= 0:
             self._reactor.forget(self._bell)
             os.close(self._bell)
             self._bell = -1
-        elif self._bell >= 0:
-            self._reactor.forget(self._bell)  # stays open: a thread may still ring
 
     def _start(self) -> None:
         while self._queued and self._running < MOST_THREADS:
             self._running += 1
-            threading.Thread(target=_look_up, args=(self._queued.popleft(), self._answers, self._bell), daemon=True).start()
+            threading.Thread(
+                target=_look_up, args=(self._queued.popleft(), self._answers, os.dup(self._bell)), daemon=True
+            ).start()
 
     def _answered(self) -> None:
         try:
@@ -89,3 +89,4 @@ def _look_up(host: str, answers: "queue.SimpleQueue[tuple[str, list[str], str]]"
         reason = str(error)
     answers.put((host, list(dict.fromkeys(addresses)), reason))
     os.eventfd_write(bell, 1)
+    os.close(bell)  # each thread has a copy: the loop may close its own at any time

@@ -28,9 +28,10 @@ from hyperpodrun.agent.transport.complaints import Complaints
 from hyperpodrun.agent.transport.frames import Hello, Identity, Refused, Welcome
 from hyperpodrun.agent.transport.inbox import Inbox, Link
 from hyperpodrun.agent.transport.limits import raise_open_files
-from hyperpodrun.agent.transport.outbound import Key, Outbound, Surroundings
+from hyperpodrun.agent.transport.outbound import Key, Outbound
 from hyperpodrun.agent.transport.probe import Outcome, own_addresses, probe_tcp
 from hyperpodrun.agent.transport.resolver import Resolver
+from hyperpodrun.agent.transport.surroundings import Surroundings
 from hyperpodrun.agent.transport.zsocket import Settings
 
 IDLE_S = 60.0
@@ -354,6 +355,9 @@ class Transport:
         said += [Address(h, hello.port) for h in hello.hosts if not is_loopback(h) or is_loopback(host)]
         old = self._book.get(hello.node, ())
         self._book[hello.node] = tuple(dict.fromkeys([*said, *old]))[:KNOWN_ADDRESSES]
+        for address in said:
+            if contact := self._peers.get(address):
+                contact.nudge()
         peer = self._peers.get(hello.node)
         if peer is None:
             return

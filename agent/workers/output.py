@@ -232,8 +232,9 @@ class Output:
         stream = Stream(self._reactor, None if hidden or (redirected and not teed) else brake, voice)
         if with_files and (redirected or teed):
             stream.file = self._open_file(f"{self._attempt_folder}/{local_rank}/{name}.log")
-        # torchrun filters what is teed. Where nothing is, an empty file would help nobody: all ranks are meant.
-        if filtered is not None and (teed or not any(_applies(config.tee, rank, name) for rank in range(len(self._ranks)))):
+        # torchrun filters what is teed and shown. Where nothing is teed, an empty file would help nobody: all ranks are meant.
+        meant = teed or not any(_applies(config.tee, rank, name) for rank in range(len(self._ranks)))
+        if filtered is not None and meant and not hidden:
             stream.matching = (Matching(filters, prefix), filtered)
         return stream
 

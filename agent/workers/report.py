@@ -65,7 +65,9 @@ def headline(root: FailedRank, about: Circumstances) -> str:
     """The report in one line: for other nodes and for logs."""
     end = root.end
     what = ending(end.status) if signal_of_wait_status(end.status) is None else f"was {ending(end.status)}"
-    if end.hung:
+    if end.unkillable:
+        what = "could not be killed: the kernel holds it"
+    elif end.hung:
         what = f"was hung and had to be stopped ({ending(end.status)})"
     line = f"rank {end.rank} (local rank {end.local_rank}, pid {end.pid}) on {about.host} {what}"
     line += f", {_seconds(end.at_s - about.started_at_s)} after the start"
@@ -165,6 +167,8 @@ def _other(root: FailedRank, other: FailedRank) -> str:
         when = "at the same time"
     else:
         when = f"{_seconds(delay_s)} later" if delay_s > 0 else f"seen {_seconds(-delay_s)} earlier"
+    if other.end.unkillable:
+        return f"rank {other.end.rank} could not be killed: the kernel holds it"
     line = f"rank {other.end.rank} {ending(other.end.status)}, {when}"
     if other.end.hung:
         return f"{line}: it was hung"

@@ -22,6 +22,7 @@ HINTS = {
     errno.EMFILE: "raise `ulimit -n`",
     errno.ENFILE: "the machine has too many files open",
     errno.ETOOMANYREFS: "raise `ulimit -n`",
+    errno.EFBIG: "raise `ulimit -f`",
     errno.E2BIG: "arguments and environment together are too long",
 }
 Command = tuple[bytes, list[bytes]]

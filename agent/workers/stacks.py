@@ -5,7 +5,7 @@ Three ways, the first that works:
 1. The worker's own faulthandler: forked workers print all stacks to their stderr at one real-time signal. In other processes
    that signal would kill, so SigCgt in /proc/<pid>/status is read before it is ever sent.
 2. `py-spy dump`, where it is installed and may look at the process (the same user, or the tracing capability). It does not stop
-   the process and the agent bounds its time.
+   the process; what it has not printed when the ladder steps on (`ladder.DUMP_S`) may be lost.
 3. What the kernel says of each thread: state, where it waits, its system call. Always told, since a thread in state D answers
    neither of the others.
 
@@ -21,9 +21,6 @@ import msgspec
 from hyperpodrun.agent.wire import launch
 
 DUMP_SIGNAL = signal.SIGRTMAX - launch.STACK_DUMP_SIGNAL_OFFSET
-ANSWER_LIMIT_S = 2.0
-"""The dump of a process with hundreds of threads takes milliseconds; a process that swaps takes longer."""
-PY_SPY_LIMIT_S = 10.0
 THREAD_LINES = 24
 
 _STATES = {
@@ -57,13 +54,12 @@ class DumpPlan(msgspec.Struct, frozen=True):
     """What the agent is to do about one hung rank.
 
     `signal`: send this, the stacks then come through the worker's stderr. Else `command`: run this, the stacks are its stdout.
-    Either within `limit_s` seconds. `facts`: what the kernel said at once, as text for the report; "" when the process is gone.
+    `facts`: what the kernel said at once, as text for the report; "" when the process is gone.
     """
 
     pid: int
     signal: int | None = None
     command: tuple[str, ...] = ()
-    limit_s: float = 0.0
     facts: str = ""
 
 
@@ -73,11 +69,11 @@ def plan(pid: int, env: Mapping[str, str], proc: str = "/proc") -> DumpPlan:
     if not facts:
         return DumpPlan(pid)
     if catches(pid, DUMP_SIGNAL, proc):
-        return DumpPlan(pid, signal=DUMP_SIGNAL, limit_s=ANSWER_LIMIT_S, facts=facts)
+        return DumpPlan(pid, signal=DUMP_SIGNAL, facts=facts)
     py_spy = _on_path("py-spy", env)
     if py_spy and _may_trace(proc):
         command = (py_spy, "dump", "--nonblocking", "--pid", str(pid))
-        return DumpPlan(pid, command=command, limit_s=PY_SPY_LIMIT_S, facts=facts)
+        return DumpPlan(pid, command=command, facts=facts)
     return DumpPlan(pid, facts=facts)
 
 

@@ -54,12 +54,11 @@ class WorkerStarter:
         self._folder = os.path.join(sys.modules["hyperpodrun"].__path__[0], "worker")
         self._spawner = spawn.Spawner(reactor, watch_child, os.path.join(self._folder, "prelude.py"), self._command)
         self._server = Forkserver(reactor, self._on_message, self._on_death)
-        self._forking = (
-            config.start_method == "forkserver"
-            and config.program.run_as != "program"
-            and command.same_interpreter(config.python)
-            and not command.wants_own_interpreter(self._flags, self._env)
-        )
+        forkable = config.start_method == "forkserver" and config.program.run_as != "program"
+        obstacle = "" if command.same_interpreter(config.python) else "PYTHON_EXEC names another interpreter"
+        obstacle = obstacle or command.wants_own_interpreter(self._flags, self._env)
+        self._forking = forkable and not obstacle
+        self._vain_preload = obstacle if forkable and config.preload else ""
         self._losses = 0
         self._skip_told = False
         self._waiting: _Attempt | None = None
@@ -67,6 +66,9 @@ class WorkerStarter:
 
     def prepare(self) -> None:
         """Start the forkserver now, in the background; a no-op where workers are spawned, or when it runs already."""
+        if self._vain_preload:
+            self._say(f"--preload: nothing is imported early, each worker has an interpreter of its own: {self._vain_preload}")
+            self._vain_preload = ""
         if not self._forking or self._server.pid is not None:
             return
         program = self._config.program

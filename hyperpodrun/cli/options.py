@@ -199,7 +199,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="local-ranks-filter", origin="torchrun", group=OUTPUT, kind=kinds.LOCAL_RANKS, unset="all", empty_is_unset=True,
-        help="Show only these local ranks on the console; files are not affected.",
+        help="Show only these local ranks on the console and in filtered copies; the ranks' own files are not affected.",
     ),
     Option(
         name="duplicate-stdout-filters", origin="torchrun", group=OUTPUT, kind=kinds.FILTERS, default="",

@@ -1,75 +1,40 @@
 """Kinds of option values that name a place: hosts, ports, contact points, files.
 
 Contact points and files are looked at, because a path that cannot be read is better told before a job starts than after. Bare
-IPv6 addresses are taken as hosts; with a port they need brackets, as in URLs.
+IPv6 addresses are taken as hosts; with a port they need brackets, as in URLs. The grammar is the transport's, loaded late.
 """
 
 import os
 import stat
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from hyperpodrun.cli.kinds import BadValueError, Kind, integer
+from hyperpodrun.cli.kinds import BadValueError, Kind
 from hyperpodrun.cli.refusal import quoted
+
+if TYPE_CHECKING:
+    from hyperpodrun.agent.transport.contact_points import Contact
 
 SECRET_BYTES = 32
 LARGEST_FILE_BYTES = 1 << 20
 
 
-class Address(msgspec.Struct, frozen=True):
-    """A host name or address (IPv6 without brackets) and a TCP port, None where none was given."""
-
-    host: str
-    port: int | None = None
-
-
 def _host(text: str) -> str:
-    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    right = _is_ipv6(bare) if bare != text or ":" in bare else _is_name(bare)
-    if not right:
-        raise BadValueError(f"{quoted(text)} is no host" if text else "the host is missing")
-    return bare
-
-
-def _is_name(text: str) -> bool:
-    return 0 < len(text) < 256 and text.isascii() and all(c.isalnum() or c in "-._" for c in text)
-
-
-def _is_ipv6(text: str) -> bool:
-    import socket
+    from hyperpodrun.agent.transport.addresses import BadAddressError, parse_host
 
     try:
-        socket.inet_pton(socket.AF_INET6, text.partition("%")[0])
-    except (OSError, ValueError):
-        return False
-    return text.isprintable()
-
-
-def _port(text: str, minimum: int) -> int:
-    try:
-        number = integer(text)
-    except BadValueError:
-        number = -1
-    if not minimum <= number <= 65535:
-        raise BadValueError(f"port {quoted(text)} is not in {minimum}..65535")
-    return number
-
-
-def _address(text: str, smallest_port: int = 1) -> Address:
-    if text.startswith("["):
-        inside, bracket, rest = text.partition("]")
-        if not bracket or (rest and not rest.startswith(":")):
-            raise BadValueError(f"{quoted(text)} is no [IPv6]:PORT")
-        return Address(_host(inside + "]"), _port(rest[1:], smallest_port) if rest else None)
-    if text.count(":") != 1:
-        return Address(_host(text))
-    host, _, port = text.partition(":")
-    return Address(_host(host), _port(port, smallest_port))
+        return parse_host(text)
+    except BadAddressError as error:
+        raise BadValueError(str(error)) from None
 
 
 def _endpoint(text: str) -> str:
-    if text:
-        _address(text, smallest_port=0)
+    from hyperpodrun.agent.transport.addresses import BadAddressError
+    from hyperpodrun.agent.transport.contact_points import parse_endpoint
+
+    try:
+        parse_endpoint(text)
+    except BadAddressError as error:
+        raise BadValueError(str(error)) from None
     return text
 
 
@@ -89,31 +54,14 @@ def read_small(path: str) -> bytes:
     return content
 
 
-def _listed(text: str) -> tuple[Address, ...]:
-    return tuple(dict.fromkeys(_address(part.strip()) for part in text.split(",")))
+def _peers(text: str) -> "Contact":
+    from hyperpodrun.agent.transport.addresses import BadAddressError
+    from hyperpodrun.agent.transport.contact_points import parse_contact
 
-
-def _peers(text: str) -> tuple[Address, ...] | str:
-    if text.startswith("@"):
-        lines = (line.partition("#")[0].strip(" \t\r,") for line in read_small(text[1:]).decode(errors="replace").split("\n"))
-        joined = ",".join(line for line in lines if line)
-        if not joined:
-            raise BadValueError(f"{quoted(text[1:])} names no host")
-        return _listed(joined)
-    if text.startswith("slurm:"):
-        if text != "slurm:":
-            raise BadValueError("nothing may follow slurm:")
-        if not (os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")):
-            raise BadValueError("SLURM_JOB_NODELIST is not set, so this is no Slurm job")
-        return text
-    if text.startswith("dns:"):
-        name, colon, port = text[4:].rpartition(":")
-        if not colon:
-            raise BadValueError("it is not dns:NAME:PORT")
-        _host(name)
-        _port(port, 1)
-        return text
-    return _listed(text)
+    try:
+        return parse_contact(text, os.environ, lambda path: read_small(path).decode(errors="replace"))
+    except BadAddressError as error:
+        raise BadValueError(str(error)) from None
 
 
 def _secret_file(text: str) -> str:

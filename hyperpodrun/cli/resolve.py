@@ -99,7 +99,9 @@ def _nodes(settings: Settings) -> Nodes:
         return nodes
     if nodes.minimum > 1 or settings.get("spares", int):
         other = settings.source("nnodes" if nodes.minimum > 1 else "spares")
-        raise Refusal(f"{settings.source('standalone')} and {other} exclude each other: one means this node alone, one further nodes")
+        raise Refusal(
+            f"{settings.source('standalone')} and {other} exclude each other: one means this node alone, one further nodes"
+        )
     return Nodes(1, 1)
 
 
@@ -111,7 +113,11 @@ def _mesh(settings: Settings, nodes: Nodes, environment: Mapping[str, str]) -> M
     peers = settings.given.get("peers")
     endpoints = [settings.given[name].text for name in ("rdzv-endpoint", "master-addr") if settings.find(name, str)]
     endpoints = [text for text in endpoints if not text.endswith(":0")]
-    if peers is None and not endpoints and "SLURM_JOB_NODELIST" not in environment:
+    if (
+        peers is None
+        and not endpoints
+        and not any(environment.get(name) for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+    ):
         source = settings.source("nnodes") if "nnodes" in settings.given else settings.source("spares")
         raise Refusal(
             f"{source}: the agents of several nodes need contact points; "
@@ -140,12 +146,15 @@ def _mesh(settings: Settings, nodes: Nodes, environment: Mapping[str, str]) -> M
 
 
 def _leaves_this_host(settings: Settings, mesh: MeshConfig) -> bool:
+    from hyperpodrun.agent.transport.addresses import is_loopback, parse_address
+    from hyperpodrun.agent.transport.contact_points import Listed
+
     listed = settings.find("peers", object)
-    if mesh.peers is not None and not isinstance(listed, tuple):
+    if mesh.peers is not None and not isinstance(listed, Listed):
         return True  # slurm: and dns: name other hosts
-    hosts = [address.host for address in listed or ()] if isinstance(listed, tuple) else []
-    hosts += [text.rpartition(":")[0] if text.count(":") == 1 else text.strip("[]") for text in mesh.endpoints]
-    return any(not places.is_loopback(host) for host in hosts)
+    hosts = [address.host for address in listed.addresses] if isinstance(listed, Listed) else []
+    hosts += [parse_address(text, 0).host for text in mesh.endpoints]
+    return any(not is_loopback(host) for host in hosts)
 
 
 def _common_id(mesh: MeshConfig) -> str:

@@ -68,6 +68,8 @@ def _load(program: launch.Program, flags: list[str], asked: list[str]) -> launch
     if path := preload.shadowed(sys.path[0] if sys.path else "", ours):
         return launch.Unfit(f"{path} has the name of a module that is already imported")
     named, skipped = preload.named_in(preload.source_of(program))
+    if named and (path := preload.shadowed(sys.path[0] if sys.path else "", frozenset({"torch"}))):
+        skipped = f"{path} is imported in its place"  # the user's own code: only ranks may run it
     try:
         preload.load([] if skipped else named)
         for module in asked:

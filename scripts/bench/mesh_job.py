@@ -1,7 +1,7 @@
 """One job of several nodes on this machine: every node a launcher of its own, on a loopback port of its own.
 
-Workers import nothing. Each writes a line when it is up, and one when it is about to fail; these time stamps (monotonic, the
-same clock for all processes) are what the figures are made of. The agents' decisions are read from their output, which is
+Workers write a line when they are up, and one when they are about to fail; these time stamps (monotonic, the same clock for all
+processes) are what the figures are made of. The agents' decisions are read from their output, which is
 looked at every `LOOK_S`.
 """
 
@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,13 +19,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple, TypeVar
 
-from side_by_side import MARK, BenchmarkError, Launcher, Run, marked
+from side_by_side import BenchmarkError, Launcher, Run, marked
 
 LOOK_S = 0.002
 FAIL = signal.SIGUSR1
 """A worker that gets this notes the time and ends with code 3."""
 
-WORKER = """\
+SAY = """\
 import json, os, signal, time
 def say(what):
     e = os.environ
@@ -35,6 +34,10 @@ def say(what):
     fd = os.open(e["BENCH_DIR"] + "/events", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(fd, line.encode() + b"\\n")
     os.close(fd)
+"""
+SLEEPER = (
+    SAY
+    + """
 def fail(*_):
     say("fails")
     os._exit(3)
@@ -43,6 +46,22 @@ say("up")
 while True:
     signal.pause()
 """
+)
+"""A worker that imports nothing: "up" is its first line."""
+TRAINER = (
+    SAY
+    + """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+say("up")
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.02)
+"""
+)
+"""A worker that notices when another one is gone: "up" once the first all-reduce is done."""
 VIEW = re.compile(rb"\bview (\d+): ")
 
 T = TypeVar("T")
@@ -71,7 +90,7 @@ class Job:
     """`arguments` gives a node's command line without the script; nodes are counted from 0, each with `limit_s` to live."""
 
     def __init__(
-        self, folder: Path, launcher: Launcher, count: int, arguments: Callable[[int], list[str]], limit_s: float
+        self, folder: Path, launcher: Launcher, count: int, arguments: Callable[[int], list[str]], worker: str, limit_s: float
     ) -> None:
         self.folder, self.launcher, self.count = folder, launcher, count
         self.nodes: dict[int, Run] = {}
@@ -80,7 +99,7 @@ class Job:
         self._limit_s = limit_s
         self._starts = 0
         self._read: dict[Path, int] = {}
-        (folder / "worker.py").write_text(WORKER)
+        (folder / "worker.py").write_text(worker)
 
     def start(self, node: int) -> float:
         """Start this node's launcher; the time."""
@@ -119,7 +138,9 @@ class Job:
             if (found := look()) is not None:
                 return found
             if time.monotonic() > end_s:
-                tails = "\n".join(f"node {n}: {run.output_path.read_text(errors='replace')[-600:]}" for n, run in self.nodes.items())
+                tails = "\n".join(
+                    f"node {n}: {run.output_path.read_text(errors='replace')[-600:]}" for n, run in self.nodes.items()
+                )
                 raise BenchmarkError(f"{self.launcher.name}: {what} was not seen within {limit_s:g} s. The outputs end:\n{tails}")
             time.sleep(LOOK_S)
 
@@ -188,10 +209,12 @@ class Job:
 
 
 @contextmanager
-def job(launcher: Launcher, count: int, arguments: Callable[[int], list[str]], limit_s: float = 300) -> Iterator[Job]:
+def job(
+    launcher: Launcher, count: int, arguments: Callable[[int], list[str]], worker: str = SLEEPER, limit_s: float = 300
+) -> Iterator[Job]:
     """A job of `count` nodes, none of them started yet; nothing is left of it afterwards."""
     folder = Path(mkdtemp(prefix="hyperpodrun-bench-mesh-"))
-    running = Job(folder, launcher, count, arguments, limit_s)
+    running = Job(folder, launcher, count, arguments, worker, limit_s)
     try:
         yield running
     finally:

@@ -81,7 +81,7 @@ def test_each_benchmark_measures_our_launcher() -> None:
         assert all(value >= 0 for value in figures.values())
 
 
-@pytest.mark.parametrize("name", ["launch", "restart", "footprint"])
+@pytest.mark.parametrize("name", ["launch", "restart", "footprint", "mesh"])
 def test_help_is_there(name: str) -> None:
     path = Path(bench.__file__).with_name(f"{name}.py")
     run = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=True)

@@ -39,7 +39,7 @@ def wait_for(name):
     while not os.path.exists(os.path.join(FOLDER, name)):
         time.sleep(0.01)
 """
-LIMIT_S = 60.0
+LIMIT_S = float(os.environ.get("LAUNCH_LIMIT_S", "60"))
 
 
 def alive(pid: int) -> bool:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +67,16 @@ def test_stop_between_two_agents_is_not_lost(launch: Callable) -> None:
     run.nothing_left()
 
 
+@pytest.mark.parametrize(("option", "limit", "words"), [("-n", "6", "open files is 6"), ("-f", "1", "bytes in a file is ")])
+def test_limits_too_low_for_the_keeper_itself_are_told(option: str, limit: str, words: str) -> None:
+    line = f'ulimit {option} {limit} && exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", line, "sh", sys.executable, "-m", "hyperpodrun", "none.py"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (exit_codes.CONFIG, "")
+    assert words in done.stderr and "ulimit" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_dead_agents_are_limited_by_the_node_failure_budget(launch: Callable) -> None:
     run = launch("--nproc-per-node=1", "--max-node-failures=0", script="tell('up')\nsignal.pause()")
     run.until_told("up", 1)
@@ -96,3 +108,52 @@ def test_launcher_process_is_small_and_its_agent_loads_no_torch(launch: Callable
         assert "libtorch" not in mapped, f"torch is loaded in pid {pid}"
     (run.folder / "finish").touch()
     assert run.code() == 0
+
+
+def _ignore() -> None:
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM])
+
+
+@pytest.mark.parametrize("before", [_ignore, _block])
+def test_signals_ignored_or_blocked_by_the_parent_are_not_missed(launch: Callable, before: Callable) -> None:
+    run = launch("--nproc-per-node=2", script="meet()", preexec_fn=before)
+    assert run.code() == 0, run.story()
+    run = launch("--nproc-per-node=1", script="tell('waits')\nsignal.pause()", preexec_fn=before)
+    run.until_told("waits", 1)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.code() == 143, run.story()
+
+
+def lone_keeper(tmp_path: Path, code: str) -> "subprocess.CompletedProcess[str]":
+    """A keeper with an agent that is this code."""
+    program = f"import os\nfrom hyperpodrun.agent import keeper\n{code}\nkeeper.main(agent)"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert os.listdir(tmp_path) == [], "the run folder was left behind"
+    return run
+
+
+def test_agent_that_fails_before_it_begins_is_not_started_again(tmp_path: Path) -> None:
+    run = lone_keeper(tmp_path, "def agent(link): raise ImportError('msgspec is hidden')")
+    assert run.returncode == exit_codes.INTERNAL
+    assert run.stderr.count("msgspec is hidden") == 1, "it was tried again"
+    assert "before it began" in run.stderr
+
+
+def test_system_without_room_for_an_agent_is_one_sentence(tmp_path: Path) -> None:
+    run = lone_keeper(tmp_path, "def agent(): raise BlockingIOError(11, os.strerror(11))\nos.fork = agent")
+    assert run.returncode == exit_codes.CONFIG
+    assert "ulimit -u" in run.stderr and "Traceback" not in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_process_table_of_others_is_refused(tmp_path: Path) -> None:
+    """The numbers in another pid namespace's /proc mean other processes: nothing may be looked up, let alone killed, by them."""
+    run = lone_keeper(tmp_path, "os.readlink = lambda path: '1'\ndef agent(link): return 0")
+    assert run.returncode == exit_codes.CONFIG
+    assert "--mount-proc" in run.stderr and len(run.stderr.splitlines()) == 1

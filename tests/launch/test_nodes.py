@@ -3,14 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.processes
 
-ENV = "MASTER_ADDR MASTER_PORT GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE TORCHELASTIC_RESTART_COUNT HYPERPODRUN_GENERATION"
+ENV = "MASTER_ADDR MASTER_PORT GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
 WORK = f"""
 tell("up", **{{name: os.environ[name] for name in {ENV.split()!r}}})
 while len(told("up")) < WORLD: time.sleep(0.01)
@@ -35,4 +34,243 @@ def test_three_nodes_are_one_world_and_end_together(nodes, tmp_path: Path) -> No
     finish(tmp_path)
     assert nodes.codes() == [0, 0, 0], nodes.story()
     print("ended in", time.monotonic() - began_s)
+    nodes.nothing_left()
+
+
+def test_failure_anywhere_restarts_the_world_once_and_everyone_counts_the_same(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    nodes.start_all(
+        "--nnodes=2", "--nproc-per-node=2", "--max-restarts=2",
+        script=WORK.replace("wait_for", "if ATTEMPT < 2 and RANK == 3: sys.exit(9)\nwait_for"),
+    )  # fmt: skip
+    first, last = nodes.up(4, generation=0), nodes.up(4, generation=2)
+    assert [row["attempt"] for row in last] == [2] * 4
+    stores = [{(row["MASTER_ADDR"], row["MASTER_PORT"]) for row in rows} for rows in (first, last)]
+    assert len(stores[0]) == len(stores[1]) == 1 and stores[0] != stores[1], "one store a world, a fresh one each time"
+    assert nodes.world(first) == nodes.world(last), "ranks moved between nodes"
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0], nodes.story()
+    assert sorted({row["generation"] for row in nodes.up(12)}) == [0, 1, 2]
+    nodes.nothing_left()
+
+
+def test_spent_budget_ends_the_job_with_the_first_failing_ranks_code_everywhere(nodes) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all(
+        "--nnodes=3", "--max-restarts=1",
+        script=WORK.replace("wait_for", "if RANK == 1:\n    print('the last words', file=sys.stderr)\n    sys.exit(5)\nwait_for"),
+    )  # fmt: skip
+    rows = nodes.up(6)
+    assert nodes.codes() == [5, 5, 5], nodes.story()
+    assert {row["attempt"] for row in rows} == {0, 1}
+    sides = nodes.world(nodes.up(3, attempt=1))
+    for index, run in enumerate(runs):
+        assert "rank 1 " in run.err, f"node {index} does not name the culprit{nodes.story()}"
+        full = run.err.count("the last words")
+        assert (full > 0) == (str(index) in (sides[0], sides[1])), f"node {index} of {sides}: {full}{nodes.story()}"
+    nodes.nothing_left()
+
+
+def test_failures_of_one_moment_cost_one_restart(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    nodes.start_all(
+        "--nnodes=3", "--nproc-per-node=2", "--max-restarts=1",
+        script=WORK.replace("wait_for", "meet('doomed')\nif ATTEMPT == 0: sys.exit(3 + RANK)\nwait_for"),
+    )  # fmt: skip
+    nodes.up(6, attempt=1)
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0, 0], nodes.story()
+
+
+def test_killed_agent_costs_its_node_nothing_but_a_restart_of_the_world(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    runs = nodes.start_all("--nnodes=2", script=WORK)
+    for turn, index in enumerate((1, 0)):
+        rows = nodes.up(2, generation=turn)
+        began_s = time.monotonic()
+        os.kill(runs[index].agent(), signal.SIGKILL)
+        again = nodes.up(2, generation=turn + 1)
+        print("agent of node", index, "killed, world again after", time.monotonic() - began_s)
+        assert nodes.world(again) == nodes.world(rows)
+        assert {row["attempt"] for row in again} == {0}, "the death of an agent is no failure of the training"
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0], nodes.story()
+    nodes.nothing_left()
+
+
+def kill_node(run: object) -> None:
+    """All processes of a launcher at once, as when its host dies."""
+    for pid in [run.pid, *run.family()]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    run.process.wait()
+
+
+def test_lost_node_is_done_without_when_that_is_allowed(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=2:3", script=WORK)
+    before = nodes.up(3, generation=0)
+    victim = next(run for index, run in enumerate(runs) if str(index) == nodes.world(before)[1])
+    began_s = time.monotonic()
+    kill_node(victim)
+    after = nodes.up(2, world=2)
+    print("node killed, world again after", time.monotonic() - began_s)
+    assert nodes.world(after) == [nodes.world(before)[i] for i in (0, 2)]
+    finish(tmp_path)
+    assert sorted(nodes.codes()) == [-9, 0, 0], nodes.story()
+    for index, run in nodes.runs.items():
+        run.nothing_left()
+        os.path.exists(vote := vote_path(nodes, index)) and os.unlink(vote)
+
+
+def vote_path(nodes: object, index: int) -> str:
+    from hyperpodrun.agent import vote_file
+
+    return vote_file.path_for(nodes.job, nodes.name(index))
+
+
+def test_too_few_nodes_hold_and_say_for_whom_until_it_returns(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    runs = nodes.start_all("--nnodes=2", script=WORK)
+    sides = nodes.world(nodes.up(2, generation=0))
+    keeps, leaves = (int(side) for side in sides)
+    kill_node(runs[leaves])
+    runs[keeps].until(lambda: "waiting for" in runs[keeps].err, "a line that says what it waits for")
+    assert nodes.name(leaves) in runs[keeps].err.split("waiting for")[1]
+    assert not runs[keeps].notes("up", world=1)
+    nodes.start(leaves, "--nnodes=2", script=WORK)
+    assert nodes.world(nodes.up(2, generation=1)) == sides
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0], nodes.story()
+
+
+def test_tiebreaks_host_lost_the_other_says_what_it_waits_for(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    runs = nodes.start_all("--nnodes=1:2", script=WORK)
+    leaves, keeps = (int(side) for side in nodes.world(nodes.up(2, generation=0)))
+    kill_node(runs[leaves])
+    runs[keeps].until(lambda: "waiting for" in runs[keeps].err, "a line that says what it waits for")
+    assert nodes.name(leaves) in runs[keeps].err.split("waiting for")[1]
+    nodes.start(leaves, "--nnodes=1:2", script=WORK)
+    nodes.up(2, generation=1)
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0], nodes.story()
+
+
+def test_node_that_leaves_in_order_is_done_without(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    runs = nodes.start_all("--nnodes=1:2", "--nproc-per-node=2", script=WORK)
+    leaver = int(nodes.world(nodes.up(4, world=4))[0])
+    began_s = time.monotonic()
+    os.kill(runs[leaver].pid, signal.SIGTERM)
+    assert runs[leaver].code() == 143, nodes.story()
+    nodes.up(2, world=2)
+    print("left, world again after", time.monotonic() - began_s)
+    runs[leaver].nothing_left()
+    finish(tmp_path)
+    assert runs[1 - leaver].code() == 0, nodes.story()
+    nodes.nothing_left()
+
+
+def test_stop_of_all_at_once_is_prompt_and_leaves_nothing(nodes) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=3", "--max-restarts=3", script=WORK)
+    nodes.up(3)
+    began_s = time.monotonic()
+    for run in runs:
+        os.kill(run.pid, signal.SIGTERM)
+    assert nodes.codes() == [143, 143, 143], nodes.story()
+    assert time.monotonic() - began_s < 3, "they waited for each other's word"
+    nodes.nothing_left()
+
+
+def test_spare_takes_over_the_ranks_of_a_lost_node(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=2", "--spares=1", "--nproc-per-node=2", script=WORK)
+    before = nodes.world(nodes.up(4, generation=0))
+    spare = next(side for side in "012" if side not in before)
+    victim = int(before[0])
+    kill_node(runs[victim])
+    after = nodes.world(nodes.up(4, generation=1))
+    assert after == [spare, spare, *before[2:]], "the survivor's ranks moved"
+    nodes.start(victim, "--nnodes=2", "--spares=1", "--nproc-per-node=2", script=WORK)
+    nodes.runs[victim].until(lambda: "standing by" in nodes.runs[victim].err, "word that the returned node stands by")
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0, 0], nodes.story()
+    assert {row["generation"] for row in nodes.up(8)} == {0, 1}, "the returning node disturbed the world"
+    nodes.nothing_left()
+
+
+def test_surplus_node_stands_by_and_ends_with_the_others(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    nodes.start_all("--nnodes=2", script=WORK)
+    nodes.up(2, generation=0)
+    extra = nodes.start(2, "--nnodes=2", script=WORK)
+    extra.until(lambda: "standing by" in extra.err, "word that it stands by")
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0, 0], nodes.story()
+    assert {row["generation"] for row in nodes.up(2)} == {0}
+    nodes.nothing_left()
+
+
+def test_node_ranks_are_preferences_that_are_kept(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    for index, rank in ((0, 2), (1, 0), (2, 1)):
+        nodes.start(index, "--nnodes=3", f"--node-rank={rank}", script=WORK)
+    assert nodes.world(nodes.up(3)) == ["1", "2", "0"]
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0, 0], nodes.story()
+
+
+def test_two_nodes_that_insist_on_one_rank_end_and_are_named(nodes) -> None:
+    nodes.contacts(0, 1)
+    runs = nodes.start_all("--nnodes=2", "--node-rank=1", script=WORK)
+    assert nodes.codes() == [78, 78], nodes.story()
+    for run in runs:
+        assert nodes.name(0) in run.err and nodes.name(1) in run.err and "--node-rank" in run.err
+        assert "Traceback" not in run.err
+    assert not runs[0].notes("up")
+    nodes.nothing_left()
+
+
+@pytest.mark.parametrize("when", ["now", "restart"])
+def test_node_that_comes_later_joins(nodes, tmp_path: Path, when: str) -> None:
+    nodes.contacts(0)
+    options = ("--nnodes=1:2", "--max-restarts=1", f"--elastic-join={when}", "--rdzv-conf=last_call_timeout=0.5")
+    script = WORK.replace("wait_for", "if ATTEMPT == 0 and WORLD == 1:\n    wait_for('fail')\n    sys.exit(4)\nwait_for")
+    nodes.start(0, *options, script=script)
+    nodes.up(1, world=1)
+    late = nodes.start(1, *options, script=script)
+    if when == "restart":
+        late.until(lambda: "standing by" in late.err, "word that it stands by")
+        assert not late.notes("up", world=2)
+        (tmp_path / "fail").touch()
+    nodes.up(2, world=2)
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0], nodes.story()
+    nodes.nothing_left()
+
+
+def test_contact_points_may_come_in_any_order(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    for index in (2, 0, 1):
+        run = nodes.start(index, "--nnodes=3", script=WORK)
+        run.until(run.agent, "its agent")
+        if index != 1:
+            run.until(lambda run=run: "looking for" in run.err, "word of what it looks for")
+    nodes.up(3)
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0, 0], nodes.story()
+
+
+def test_missing_nodes_are_named_when_the_time_is_over(nodes) -> None:
+    nodes.contacts(0, 1, 2)
+    for index in (0, 1):
+        nodes.start(index, "--nnodes=3", "--rdzv-conf=join_timeout=2", script=WORK)
+    assert nodes.codes() == [69, 69], nodes.story()
+    for run in nodes.runs.values():
+        line = next(line for line in run.err.splitlines() if "join_timeout" in line)
+        assert nodes.name(2) in line.partition("not reached")[2] and nodes.name(0) not in line.partition("not reached")[2], line
     nodes.nothing_left()

@@ -26,6 +26,7 @@ from net_worlds import TRAINING, Worlds
 ROOT = Path(__file__).resolve().parents[2]
 RIGS = Path(os.environ.get("HYPERPODRUN_RIGS", ROOT.parent / "shared" / "rigs"))
 SCRIPT = RIGS / "netns_hosts.sh"
+STATE = Path("/run/netrig")
 LIMIT_S = 60.0
 """For anything that must come; nothing here takes long by itself, but the machine may be busy."""
 
@@ -56,6 +57,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.network)
         if why:
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _is_in(pid: int, netns: str) -> bool:
+    """Is this process in that network namespace? Pids come round, so a pid from a file alone is nobody's name."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat(f"/run/netns/{netns}").st_ino
+    except OSError:
+        return False
+
+
+def _take_down(rig: str) -> None:
+    """Remove a rig. Its script kills by the pids that it wrote down: those that mean somebody else by now are forgotten first."""
+    for noted in (STATE / rig).glob("*.init"):
+        if not _is_in(int(noted.read_text() or 0), f"{rig}-{noted.stem}"):
+            noted.unlink()
+    subprocess.run([SCRIPT, "down"], env={**os.environ, "RIG": rig}, capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leftovers() -> None:
+    """Rigs of test runs that were killed themselves."""
+    for rig in STATE.glob("net*-*"):
+        owner = rig.name.removeprefix("net").partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            _take_down(rig.name)
 
 
 class Agent:
@@ -101,6 +127,8 @@ class Hosts:
         self.worlds = Worlds(folder)
         self.started_s = time.monotonic()
         self.facts: list[str] = []
+        self.lost: set[str] = set()
+        """Hosts whose launcher was killed from outside and is not expected to end well."""
         self._all: list[Agent] = []
         number = next(_rigs)
         self._env = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "HYPERPODRUN_", "TORCHELASTIC_", "SLURM_"))}
@@ -112,6 +140,7 @@ class Hosts:
             "PYTHONDONTWRITEBYTECODE": "1",
             "COVERAGE_PROCESS_START": "",
         }
+        self._state = STATE / self._env["RIG"]
         self.script = folder / "train.py"
         self.script.write_text(f"FOLDER = {str(folder)!r}\n{TRAINING}")
         self._options: tuple[str, ...] = ()
@@ -126,20 +155,24 @@ class Hosts:
         return at
 
     def init_pid(self, host: str) -> int:
-        return int(Path(f"/run/netrig/{self._env['RIG']}/{host}.init").read_text())
+        """Process 1 of a host that is up, as seen from outside."""
+        pid = int((self._state / f"{host}.init").read_text())
+        assert _is_in(pid, f"{self._env['RIG']}-{host}"), f"{host} is down{self.story()}"
+        return pid
 
     def down(self) -> None:
         """Away with everything, whatever state it is in."""
-        subprocess.run([SCRIPT, "down"], env=self._env, capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
+        _take_down(self._env["RIG"])
         for agent in self._all:
             agent.close()
 
-    def pids(self, host: str, word: str) -> list[int]:
-        """Processes of that host whose command line holds `word`, as seen from outside."""
-        home = os.readlink(f"/proc/{self.init_pid(host)}/ns/pid")
+    def pids(self, host: str, word: str = "") -> list[int]:
+        """Processes of that host, but its first, whose command line holds `word`, as seen from outside."""
+        init = self.init_pid(host)
+        home = os.readlink(f"/proc/{init}/ns/pid")
         found = []
         for entry in os.listdir("/proc"):
-            if entry.isdigit():
+            if entry.isdigit() and int(entry) != init:
                 try:
                     if os.readlink(f"/proc/{entry}/ns/pid") == home and word in Path(f"/proc/{entry}/cmdline").read_text():
                         found.append(int(entry))
@@ -170,7 +203,7 @@ class Hosts:
         end_s = time.monotonic() + limit_s
         while not (value := check()):
             assert time.monotonic() < end_s, f"no sign of {what}{self.story()}"
-            time.sleep(0.02)
+            time.sleep(0.05)
         return value
 
     def until_world(self, on: list[str], after_s: float = 0.0, limit_s: float = LIMIT_S) -> Any:
@@ -181,6 +214,40 @@ class Hosts:
         """Every rank of this world goes on by so many steps from now on."""
         now_s = time.monotonic()
         self.until(lambda: self.worlds.steps_since(world.key, now_s) >= steps, f"progress of {world.key}")
+
+    def kill_everything(self, host: str) -> float:
+        """SIGKILL to every process of the host but its init: the network stays, its kernel closes the connections."""
+        at = time.monotonic()
+        while victims := self.pids(host):
+            for pid in victims:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            if self.pids(host, "sleep") == self.pids(host):
+                break  # the init's own, which it starts again
+        return at
+
+    def kill_agent(self, host: str) -> float:
+        """SIGKILL to the agent alone; its keeper and its workers stay."""
+        pid = self.agent_pid(host)
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return at
+
+    def fail(self, rank: int) -> float:
+        """Make a worker end with code 3."""
+        at = time.monotonic()
+        (self.folder / f"fail-{rank}").touch()
+        return at
+
+    def finish(self) -> None:
+        """Let the workers end well; every agent still there must end with 0."""
+        (self.folder / "finish").touch()
+        for host, agent in self.agents.items():
+            self.until(agent.ended, f"the end on {host}")
+        codes = {host: agent.process.returncode for host, agent in self.agents.items() if host not in self.lost}
+        assert set(codes.values()) == {0}, f"{codes}{self.story()}"
 
     def agent_pid(self, host: str) -> int:
         """The agent process: child of the keeper."""

@@ -21,6 +21,11 @@ def test_window_forgets_what_is_old_enough() -> None:
     assert window.spend(10)
 
 
+def test_window_remembers_what_earlier_agents_took() -> None:
+    assert Window(2, window_s=10, spent_s=(1, 2)).spend(11.5)
+    assert not Window(2, window_s=10, spent_s=(1, 2)).spend(10.5)
+
+
 @given(limit=st.integers(0, 5), steps_s=st.lists(st.floats(0, 20), max_size=60))
 def test_no_stretch_of_the_window_holds_more_than_the_limit(limit: int, steps_s: list[float]) -> None:
     window, now_s, spent_s = Window(limit, window_s=30), 0.0, []

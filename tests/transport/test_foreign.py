@@ -7,9 +7,13 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from hyperpodrun.agent.transport import frames
-from hyperpodrun.agent.transport.frames import Hello, Identity, job_label
+from hyperpodrun.agent.transport.addresses import Address
+from hyperpodrun.agent.transport.frames import Hello, Identity, Refused, Welcome, job_label
+from hyperpodrun.agent.transport.inbox import LINKS_A_NODE
+from hyperpodrun.agent.transport.keys import derive
 from hyperpodrun.agent.transport.zsocket import Settings
 
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -66,6 +70,22 @@ def test_another_version_is_refused_with_one_line_on_both_sides(net):
         "speaks version 2 of the mesh protocol, this one version 1",
         "speaks version 1 of the mesh protocol, this one version 2",
     )
+
+
+def test_the_right_server_key_with_another_client_key_does_not_get_in(net):
+    """The second wall (ZAP): it holds even for somebody who got hold of the inbox's public key."""
+    a = net.agent("a", secret=ONE)
+    with zmq.Context() as context:
+        thief = context.socket(zmq.DEALER)
+        thief.setsockopt(zmq.LINGER, 0)
+        thief.curve_serverkey = derive(ONE, job_label("job")).server.public
+        thief.curve_publickey, thief.curve_secretkey = zmq.curve_keypair()
+        thief.connect(f"tcp://127.0.0.1:{a.net.port}")
+        thief.send(WELL_FORMED)
+        net.until(lambda: a.said)
+        context.destroy(0)
+    assert "it has another job secret" in a.said[0]
+    assert a.count("refused") >= 1 and a.count("malformed") == 0
 
 
 def test_the_mesh_may_refuse_a_peer_by_its_greeting(net):
@@ -163,6 +183,98 @@ def test_messages_before_a_hello_and_from_foreign_names_are_dropped(net):
         context.destroy(0)
     assert not a.got and len(a.said) == 1
     assert f"port {a.net.port} receives frames that no agent sends" in a.said[0]
+
+
+def answer_to(net, a, hello, header=HEADER):
+    """What the inbox of `a` answers to a stranger's hello."""
+    with zmq.Context() as context:
+        dealer = raw_dealer(context, a.net.port)
+        dealer.send(header + b"H" + frames.encode(hello))
+        net.until(lambda: dealer.poll(0))
+        frame = dealer.recv()
+        context.destroy(0)
+    assert frame.startswith(HEADER)
+    return frames.decode_answer(frame)
+
+
+def test_the_inbox_says_why_it_refuses(net):
+    a = net.agent("a", incarnation=9)
+    hello = Hello("x", 1, bytes(8), "a", (), 9, b"")
+    welcome = answer_to(net, a, hello)
+    assert (welcome.node, welcome.incarnation) == ("a", 9)
+    assert answer_to(net, a, structs.replace(hello, want="")) == welcome
+    assert answer_to(net, a, structs.replace(hello, want="b")) == Refused("wanted", "a")
+    assert answer_to(net, a, structs.replace(hello, session=welcome.session)) == Refused("self")
+    assert answer_to(net, a, structs.replace(hello, node="a")).why == "unfit"
+    assert answer_to(net, a, hello, bytes([7]) + HEADER[1:]) == Refused("version")
+    assert answer_to(net, a, hello, HEADER[:-1] + b"?") == Refused("job")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"node": ""},
+        {"node": "\x1b[2J"},
+        {"node": "n" * 256},
+        {"incarnation": -1},
+        {"session": b""},
+        {"hosts": ("\x1b[2J",)},
+        {"hosts": ("h",) * 33},
+        {"port": 0},
+        {"port": 65536},
+        {"greeting": bytes(5000)},
+    ],
+    ids=str,
+)
+def test_a_hello_that_cannot_be_is_none(change):
+    """What it holds is shown to people and dialled: nothing in it may be odd."""
+    hello = Hello("x", 1, bytes(8), "a", ("h", "::1"), 9, b"")
+    assert frames.decode_hello(HEADER + b"H" + frames.encode(hello)) == hello
+    assert frames.decode_hello(HEADER + b"H" + frames.encode(structs.replace(hello, **change))) is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HEADER + b"W" + frames.encode(Welcome("somebody else", 1, bytes(8))),
+        HEADER + b"W",
+        HEADER + b"R" + frames.encode({}),
+        HEADER + b"R" + frames.encode(("nonsense", "")),
+        HEADER + b"M" + b"no answer",
+        WELL_FORMED,
+        HEADER[:5],
+        b"",
+    ],
+    ids=["another-node", "empty-welcome", "odd-refusal", "odd-reason", "message", "hello", "cut", "empty"],
+)
+def test_an_inbox_that_lies_is_not_believed(net, answer):
+    a = net.agent("a")
+    with zmq.Context() as context:
+        liar = context.socket(zmq.ROUTER)
+        liar.setsockopt(zmq.LINGER, 0)
+        port = liar.bind_to_random_port("tcp://127.0.0.1")
+        a.net.connect("b", [Address("127.0.0.1", port)])
+        for _ in range(3):
+            net.until(lambda: liar.poll(0))
+            liar.send_multipart([liar.recv_multipart()[0], answer])
+        context.destroy(0)
+    assert not a.net.is_up("b") and not a.lost
+    assert a.count("malformed") >= 2
+
+
+def test_of_a_nodes_many_connections_those_that_speak_are_kept(net):
+    a = net.agent("a")
+    hello = HEADER + b"H" + frames.encode(Hello("x", 1, bytes(8), "", (), 9, b""))
+    with zmq.Context() as context:
+        dealers = []
+        for number in range(3 * LINKS_A_NODE):
+            dealers.append(raw_dealer(context, a.net.port))
+            dealers[-1].send(hello)
+            net.until(lambda: dealers[-1].poll(0))
+            dealers[0].send(HEADER + b"M%d" % number)
+            net.until(lambda number=number: len(a.got) == number + 1)
+        context.destroy(0)
+    assert len(a.net._inbox._links) == LINKS_A_NODE
 
 
 def test_an_oversized_frame_ends_its_connection_and_takes_no_memory(net):

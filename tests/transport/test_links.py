@@ -52,7 +52,7 @@ def test_a_peer_that_restarts_on_another_port_is_found_by_its_hello(net):
 
 def test_a_connection_that_has_not_noticed_a_restart_is_opened_anew(net):
     """A host that loses its power closes nothing: its next life says hello while the old connection still seems fine."""
-    a, old = net.agent("a"), net.process("b")
+    a, old = net.agent("a", settings=Settings(heartbeat_timeout_ms=600_000)), net.process("b")
     a.net.connect("b", [old.place])
     net.until(lambda: a.net.is_up("b"))
     old.signal(signal.SIGSTOP)
@@ -72,6 +72,31 @@ def test_a_peer_may_come_late(net, free_ports):
     late = net.agent("late", first_port=port)
     net.until(lambda: a.found)
     assert a.found == [(late.place, late.identity)]
+
+
+def test_a_contact_point_that_calls_is_called_back_at_once(net, free_ports, monkeypatch):
+    monkeypatch.setattr("hyperpodrun.agent.transport.outbound.FIRST_WAIT_S", 1000.0)
+    monkeypatch.setattr("hyperpodrun.agent.transport.outbound.LONGEST_WAIT_S", 1000.0)
+    place = Address("127.0.0.1", free_ports(1))
+    a = net.agent("a")
+    a.net.find(place)
+    net.until(lambda: a.net.peers()[0].state == "waiting" and a.count("attempts") == 1)
+    late = net.agent("late", first_port=place.port)
+    late.net.connect("a", [a.place])
+    net.until(lambda: a.found)
+
+
+def test_another_node_at_a_contact_point_is_found_too(net, free_ports):
+    """A name or address of a pool: the agent there goes, and the next one that answers is another node."""
+    place = Address("127.0.0.1", free_ports(1))
+    a, b = net.agent("a"), net.process("b", f"first-port={place.port}")
+    a.net.find(place)
+    net.until(lambda: a.found)
+    b.kill()
+    net.until(lambda: a.lost)
+    c = net.agent("c", first_port=place.port)
+    net.until(lambda: len(a.found) == 2)
+    assert a.found == [(place, Identity("b", 1)), (place, c.identity)]
 
 
 def test_a_forgotten_peer_is_not_dialled_any_more(net, free_ports):

@@ -6,7 +6,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from hyperpodrun.agent.transport import frames, keys
+from hyperpodrun.agent.transport import frames, kept, keys, resolver
 from hyperpodrun.agent.transport.complaints import EVERY_S, MOST_TOPICS, Complaints
 from hyperpodrun.agent.transport.probe import own_addresses, plain, probe_tcp
 from hyperpodrun.agent.transport.resolver import Resolver
@@ -94,6 +94,32 @@ def test_names_resolve_off_the_loop_and_numbers_at_once(net, monkeypatch):
     names.close()
 
 
+def test_a_resolver_may_be_closed_at_any_time(net, monkeypatch):
+    """A thread that answers late must not ring at a descriptor that belongs to somebody else by then."""
+    import threading
+
+    release, done = threading.Event(), threading.Event()
+    real = resolver._look_up
+
+    def slow(*args):
+        release.wait()
+        real(*args)
+        done.set()
+
+    monkeypatch.setattr(resolver, "_look_up", slow)
+    names = Resolver(net.reactor)
+    names.ask("localhost", lambda hosts, reason: pytest.fail("nobody waits any more"))
+    names.close()
+    ends = socket.socketpair()  # takes the descriptor that became free
+    with ends[0], ends[1]:
+        release.set()
+        assert done.wait(60)
+        for end in ends:
+            end.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                end.recv(1)
+
+
 def test_a_started_program_inherits_none_of_the_descriptors(net):
     import fcntl
     import os
@@ -110,9 +136,11 @@ def test_a_started_program_inherits_none_of_the_descriptors(net):
 
 
 def test_closing_gives_back_every_descriptor(net, free_ports):
+    import gc
     import os
 
     def descriptors():
+        gc.collect()  # what other tests left must not go away in between
         return len(os.listdir("/proc/self/fd"))
 
     from hyperpodrun.agent.transport.addresses import Address
@@ -126,3 +154,24 @@ def test_closing_gives_back_every_descriptor(net, free_ports):
     net.until(lambda: a.count("attempts") >= 6)
     a.net.close()
     assert descriptors() == before
+
+
+def test_first_words_are_few_young_and_counted():
+    counters = {"dropped": 0}
+    queue = kept.Kept(counters)
+    assert not queue.keep(0.0, bytes(kept.KEPT_BYTES + 1)) and counters["dropped"] == 1
+    for number in range(kept.KEPT + 5):
+        assert queue.keep(0.0, b"%d" % number)
+    assert counters["dropped"] == 6
+    assert queue.take(0.0) == [b"%d" % number for number in range(5, kept.KEPT + 5)] and queue.take(0.0) == []
+    half = bytes(kept.KEPT_BYTES // 2)
+    for _ in range(3):
+        queue.keep(0.0, half)
+    assert counters["dropped"] == 7
+    queue.keep(kept.KEPT_S + 0.1, b"young")
+    assert queue.take(kept.KEPT_S + 0.1) == [b"young"] and counters["dropped"] == 9
+    queue.keep(10.0, b"old")
+    assert queue.take(10.1 + kept.KEPT_S) == [] and counters["dropped"] == 10
+    queue.keep(20.0, b"forgotten")
+    queue.forget()
+    assert queue.take(20.0) == [] and counters["dropped"] == 11

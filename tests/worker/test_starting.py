@@ -3,8 +3,10 @@
 import json
 import os
 import select
+import signal
 import stat
 import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -131,7 +133,9 @@ def test_another_interpreter(work, launch):
     other.write_text('#!/bin/sh\necho "other $@"\n')
     other.chmod(0o755)
     seen = launch(script(work, WHO), "a", config={"python": str(other)})
-    assert seen.text("0.out") == "other -u script.py a\n" and seen.servers == 0
+    assert seen.text("0.out") == "other -u script.py a\n" and seen.servers == 0 and not seen.said
+    seen = launch(script(work, WHO), "a", config={"python": str(other), "preload": ["numpy"]})
+    assert len(seen.said) == 1 and "--preload: nothing is imported early" in seen.said[0] and "PYTHON_EXEC" in seen.said[0]
 
 
 def test_a_program(work, launch):
@@ -233,6 +237,13 @@ def test_no_processes_left_to_spawn(work, launch):
 def test_no_forkserver_to_be_had(work, launch):
     seen = launch(script(work, "print('ran')"), ranks=3, **{"fail-spawn-after": 0})
     assert "ulimit -u" in seen.attempts[0] and len(seen.said) == 1 and "spawn" in seen.said[0]
+
+
+def test_a_worker_whose_agent_died_before_it_asked_to_die_with_it_ends_as_well():
+    text = "import os; from hyperpodrun.worker import prelude; prelude.die_with({parent}); print('lives')"
+    for parent, seen in ((os.getpid(), (0, "lives\n")), (os.getppid(), (-signal.SIGKILL, ""))):
+        done = subprocess.run([sys.executable, "-c", text.format(parent=parent)], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == seen
 
 
 def test_everything_ends_with_the_agent(work, launch, method):
@@ -345,3 +356,10 @@ def test_torch_is_left_to_a_script_that_prepares_its_import(work, launch):
     )
     assert seen.text("0.out") == "False\n2\n"
     assert len(seen.said) == 1 and "line 2 changes os.environ" in seen.said[0]
+
+
+def test_a_users_module_called_torch_runs_in_the_ranks_only(work, launch):
+    script(work, "print('mine')", "torch.py")
+    seen = launch(script(work, "import torch"))
+    assert seen.text("0.out") == "mine\n" and seen.code() == 0
+    assert len(seen.said) == 1 and "torch.py is imported in its place" in seen.said[0]

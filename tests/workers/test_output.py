@@ -208,6 +208,15 @@ class TestConsole:
         assert job.stdout == b"[default1]:shown\n"
         assert job.log("attempt_0/0/stdout.log") == b"hidden\n"
 
+    def test_filtered_ranks_have_no_lines_in_the_duplicates(self, launch: Launch, tmp_path: Path) -> None:
+        only_one = {"local_ranks_filter": frozenset({1}), "duplicate_stdout_filters": ("loss",)}
+        job = launch(log_dir=str(tmp_path / "logs"), tee=(BOTH, BOTH), **only_one)
+        job.begin()
+        for rank in (0, 1):
+            job.write(rank, b"loss %d\n" % rank)
+        job.finish()
+        assert job.log("attempt_0/filtered_stdout.log") == b"[default1]:loss 1\n"
+
     def test_the_launcher_speaks_between_lines(self, launch: Launch) -> None:
         job = launch()
         job.begin()

@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def failed(status: int, rank: int = 2, at_s: float = 112.4, evidence: Evidence = NO_EVIDENCE, **more: object) -> FailedRank:
-    ended = {key: more.pop(key) for key in ("signalled", "hung", "sent") if key in more}
+    ended = {key: more.pop(key) for key in ("signalled", "hung", "sent", "unkillable") if key in more}
     end = WorkerEnd(rank % 8, rank, 4711 + rank, status, at_s, **ended)  # type: ignore[arg-type]
     return FailedRank(end=end, evidence=evidence, **more)  # type: ignore[arg-type]
 
@@ -173,6 +173,13 @@ def test_a_hung_rank() -> None:
     text = render(root, [], about())
     assert "rank 2 (local rank 2, pid 4713) on nodeA was hung and had to be stopped (killed by SIGKILL (signal 9))" in text
     assert "hint" not in text
+
+
+def test_a_rank_that_cannot_be_killed_is_not_said_to_have_been() -> None:
+    stuck = failed(signal.SIGKILL, signalled=True, unkillable=True)
+    assert "could not be killed: the kernel holds it" in headline(stuck, about())
+    assert "rank 2 could not be killed" in render(failed(5 << 8, rank=1), [stuck], about())
+    assert "killed by SIGKILL" not in render(failed(5 << 8, rank=1), [stuck], about())
 
 
 def told(root: FailedRank, **more: object) -> str:

@@ -64,7 +64,6 @@ def test_the_worker_prints_its_stacks_itself(proc: Proc) -> None:
     proc.caught(signal.SIGINT, DUMP_SIGNAL)
     made = proc.plan()
     assert (made.signal, made.command) == (DUMP_SIGNAL, ())
-    assert made.limit_s > 0
     assert "main thread" in made.facts
 
 
@@ -77,7 +76,6 @@ def test_the_signal_is_not_sent_where_it_would_kill(proc: Proc) -> None:
 def test_py_spy_is_used_where_it_is_installed(proc: Proc, py_spy: str) -> None:
     made = proc.plan(PATH=f"/nowhere:{os.path.dirname(py_spy)}")
     assert made.command == (py_spy, "dump", "--nonblocking", "--pid", str(PID))
-    assert made.limit_s > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""The benchmark of jobs of several nodes: it starts, kills and cleans up what it says, and its targets are figures it has."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+
+import mesh
+import mesh_job
+import mesh_simulated
+import side_by_side as bench
+
+OURS = bench.LAUNCHERS[1]
+
+
+@pytest.mark.processes
+def test_a_lost_node_is_seen_and_nothing_is_left_of_the_job() -> None:
+    with mesh_job.job(OURS, 2, mesh_job.mesh(2, nnodes="1:2")) as running:
+        began_s = time.monotonic()
+        running.start_all()
+        up_s, ranks = running.up((2,), began_s, 60)
+        assert [word.rank for word in ranks] == [0, 1]
+        assert began_s < up_s
+        marks = [run.mark for run in running.nodes.values()]
+        lost_s = running.kill(ranks[1].node)
+        again_s, _ = running.up((1,), lost_s, 60)
+        assert lost_s < running.decided(lost_s) < again_s + 1
+        assert running.until(lambda: running.status(ranks[0].node), "its state", 10)[1]["mesh"]
+    assert [bench.marked(mark) for mark in marks] == [[], []]
+    assert not running.folder.exists()
+
+
+@pytest.mark.processes
+def test_what_does_not_happen_is_an_error_with_the_outputs() -> None:
+    with (
+        pytest.raises(bench.BenchmarkError, match=r"(?s)a world of 2 ranks was not seen within 0\.3 s.*node 0:"),
+        mesh_job.job(OURS, 2, mesh_job.mesh(2)) as running,
+    ):
+        running.up((2,), running.start(0), 0.3)
+
+
+def test_simulated_figures_have_the_names_of_their_targets() -> None:
+    figures = mesh_simulated.measure(6, received_us=20)
+    for what in ("one lost", "a third lost"):
+        decided_s = figures[f"simulated, 6 nodes: {what} -> decided, s"]
+        assert 0 < figures[f"simulated, 6 nodes: {what} -> decided, s after detection"] < decided_s < 4
+    assert figures["simulated, 6 nodes: idle messages of a node, median per s"] > 5
+    wanted = {what.replace("1024", "6") for what in mesh.TARGETS if what.startswith("simulated")}
+    assert wanted and wanted <= figures.keys()
