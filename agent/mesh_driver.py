@@ -1,8 +1,8 @@
 """The mesh core joined to the network, the clock and the vote file.
 
 Messages and the clock go into `mesh/node.py`; the effects it gives are carried out here or handed to the agent (`Listener`). What
-travels is the core's message with the sender's incarnation, which may change while the connection stays, or a failed rank's report
-for the node of rank 0.
+travels is the core's message with the sender's incarnation, which may change while the connection stays, a failed rank's report for
+the node of rank 0, or, told apart by its first byte, a frame of the store (store.py).
 
 States: *looking* (see mesh_start.py), *meeting* (no view yet), *in* (has a view), *leaving* (see mesh_farewell.py), *closed*.
 Invariants: effects are carried out in the order in which the core gave them, also when carrying out one makes the core give more; a
@@ -28,6 +28,7 @@ from hyperpodrun.agent.mesh_worlds import Worlds
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.status import MeshStatus
+from hyperpodrun.agent.store import MARK
 from hyperpodrun.agent.transport.addresses import Address, parse_address
 from hyperpodrun.agent.transport.binding import BindError
 from hyperpodrun.agent.transport.frames import Identity, job_label
@@ -73,6 +74,7 @@ class MeshDriver:
     """`start` begins; `notify` is for what happens to this node's workers. `start` raises OSError or ValueError with a sentence.
 
     `remembered_port`: see MeshStart. `hold_until` keeps the watch over the workers' lease (monotonic ns, 0: none).
+    `on_store(node, payload)` gets what another agent's store says.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class MeshDriver:
         say: Callable[[str], None],
         environ: Mapping[str, str],
         hold_until: Callable[[int], None],
+        on_store: Callable[[str, bytes], None],
         remembered_port: int = 0,
     ) -> None:
         assert config.mesh is not None
@@ -94,6 +97,7 @@ class MeshDriver:
         self._say = say
         self._environ = environ
         self._hold_until = hold_until
+        self._on_store = on_store
         self._start = MeshStart(reactor, config.mesh, remembered_port, watch_child, say, environ, self._placed, self._dial)
         self._farewell = Farewell(reactor, self._neighbours, self._tell_end)
         bind_again = remembered_port or not config.mesh.port_given
@@ -144,6 +148,10 @@ class MeshDriver:
             if len(raw) > REPORT_BYTES:
                 text = raw[:REPORT_BYTES].decode(errors="ignore") + "\n(cut here)"
             self._send(leader, None, report=text)
+
+    def send(self, node: str, payload: bytes) -> bool:
+        """Send another node's agent something of its store; it may be lost."""
+        return self._transport is not None and self._transport.send(self._aliases.get(node, node), payload)
 
     @property
     def view(self) -> View | None:
@@ -288,6 +296,9 @@ class MeshDriver:
     def _received(self, who: Identity, payload: bytes, _link: Link) -> None:
         node = self._node
         if node is None or self._worlds is None:
+            return
+        if payload[:1] == MARK:
+            self._on_store(who.node, payload)
             return
         try:
             envelope = self._decoder.decode(payload)

@@ -12,7 +12,6 @@ Invariants: each call is answered once, or cancelled, and never both; nothing is
 Source: rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998.
 """
 
-import hashlib
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -295,6 +294,7 @@ def _give(pending: Pending, answer: Answer) -> None:
 
 def owners(order: Sequence[str]) -> tuple[str, ...]:
     """The owner of each shard."""
+    import hashlib  # several milliseconds, and needless on a single node
 
     def weight(shard: int, node: str) -> bytes:
         return hashlib.blake2b(f"{shard} {node}".encode(errors="surrogateescape"), digest_size=8).digest()
