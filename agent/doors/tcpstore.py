@@ -25,10 +25,11 @@ Source: the client of torch 2.13, recorded; torch/csrc/distributed/c10d/TCPStore
 import errno
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyperpodrun.agent.mesh.keyspace import KeySpace, Pending
+from hyperpodrun.agent.mesh.shard import PER_ROUND, Client
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.transport.complaints import Complaints
 from hyperpodrun.agent.wire import store as op
@@ -43,6 +44,10 @@ MOST_HELD_BYTES = 1 << 30
 MOST_CONNECTIONS = 16384
 CHOKED_BYTES = 8 << 20
 HALF_S = 60.0
+PATIENCE_S = 30.0
+"""So long a rank that makes its process group again waits for its peers to do so too; then it takes what there is."""
+INIT_KEY = b"init/"
+"""Every client that is told the number of workers adds one to it first; clones are not."""
 SWEEP_S = 10.0
 READ_BYTES = 1 << 16
 READ_MORE_BYTES = 1 << 20
@@ -63,34 +68,40 @@ class _Refused(Exception):
 
 
 class Processes:
-    """Who is connected in one generation. A session of a process lasts from its first connection to its last."""
+    """Who is connected in one generation.
+
+    A *session* of a process lasts from its first connection to its last. Its *round* counts the process groups that it has begun:
+    connections that torch's rendezvous made (their first request adds to `INIT_KEY`) and that went on to a key of PER_ROUND.
+    """
 
     def __init__(self, space: KeySpace) -> None:
         self._space = space
-        self._open: dict[int, tuple[int, int]] = {}
+        self._open: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
         self._sessions: dict[int, int] = {}
-        self._number = 0
+        self._rounds: dict[int, int] = {}
 
-    def enter(self, pid: int) -> int:
-        """A connection of this process; the number of its session's client."""
-        if pid in self._open:
-            client, count = self._open[pid]
-            self._open[pid] = client, count + 1
-            return client
-        self._number += 1
-        self._open[pid] = self._number, 1
-        session = self._sessions[pid] = self._sessions.get(pid, 0) + 1
-        if session > 1:
-            self._space.began(session)
-        return self._number
+    def enter(self, pid: int) -> Client:
+        """A connection of this process was made."""
+        number = self._numbers.setdefault(pid, len(self._numbers) + 1)
+        count = self._open[pid] = self._open.get(pid, 0) + 1
+        if count == 1:
+            session = self._sessions[pid] = self._sessions.get(pid, 0) + 1
+            if session > 1:
+                self._space.began(session)
+        return self._space.client(number, self._sessions[pid], self._rounds.get(pid, 1))
+
+    def begin_round(self, pid: int) -> Client:
+        """This connection is the first one of a process group."""
+        self._rounds[pid] = self._rounds.get(pid, 0) + 1
+        return self._space.client(self._numbers[pid], self._sessions[pid], self._rounds[pid])
 
     def leave(self, pid: int) -> None:
-        """It closed."""
-        client, count = self._open.pop(pid)
-        if count > 1:
-            self._open[pid] = client, count - 1
-        else:
-            self._space.left(client, self._sessions[pid])
+        """A connection closed."""
+        self._open[pid] -= 1
+        if not self._open[pid]:
+            del self._open[pid]
+            self._space.left(self._numbers[pid], self._sessions[pid])
 
 
 class Connection:
@@ -108,10 +119,13 @@ class Connection:
         "_out",
         "_out_bytes",
         "_parsing",
+        "_patience",
+        "_patient_until_s",
         "_paused",
         "_pending",
         "_pid",
         "_processes",
+        "_rendezvous",
         "_socket",
         "_space",
         "_strings",
@@ -126,7 +140,10 @@ class Connection:
         self._socket = opened
         self._space = space
         self._processes = processes
-        self._client = 0
+        self._client: Client | None = None
+        self._rendezvous = False
+        self._patient_until_s = 0.0
+        self._patience: Timer | None = None
         self._pid: int | None = None
         self._valid = False
         self._buffer = bytearray()
@@ -155,6 +172,8 @@ class Connection:
         if self._pending is not None:
             self._pending.cancel()
             self._pending = None
+        if self._patience is not None:
+            self._patience.cancel()
         if self._pid is not None:
             self._processes.leave(self._pid)
         if why:
@@ -299,6 +318,7 @@ class Connection:
     def _add(self, data: bytes, at: int) -> int:
         key, at = self._key(data, at)
         amount, at = self._number(data, at, _I64)
+        self._rendezvous = self._rendezvous or key == INIT_KEY
         self._ask(op.Add(key, amount), Connection._say_number)
         return at
 
@@ -384,24 +404,55 @@ class Connection:
             case 5:
                 operations, encode = [op.Check(key) for key in strings], Connection._say_whether_all
             case 6:
-                operations, encode = [op.Watch(key) for key in strings], Connection._say_ready
+                self._wait(strings)
+                return
             case 10:
                 operations, encode = [op.Get(key) for key in strings], Connection._say_strings
             case _:
                 keys = iter(strings)
                 operations, encode = [op.Set(key, next(keys)) for key in keys], Connection._say_nothing
-        if len(operations) == 1 and self._many != _MULTI_GET:
-            self._ask(operations[0], encode)
-            return
-        self._settle(self._space.call_each(self._who(), operations, self._done), encode)
+        self._ask_each(operations, encode)
 
-    def _who(self) -> int:
-        if self._pid is None:
+    def _who(self) -> Client:
+        if self._client is None:
             self._enter(-self._door.nameless())  # a client that does not ping stands for itself
+            assert self._client is not None
         return self._client
 
+    def _wait(self, keys: list[bytes]) -> None:
+        """Until all are there: those of this round, while there is patience."""
+        rest_s = self._patient_until_s - self._door.reactor.now_s() if self._patient_until_s else 0.0
+        self._ask_each([op.Watch(key, rest_s <= 0) for key in keys], Connection._say_ready)
+        if rest_s > 0 and (pending := self._pending) is not None:
+
+            def impatient() -> None:
+                if self._pending is pending:
+                    pending.cancel()
+                    self._pending, self._patient_until_s = None, 0.0
+                    self._wait(keys)
+                    self._go_on()
+
+            self._patience = self._door.reactor.call_later(rest_s, impatient)
+
+    def _ask_each(self, operations: Sequence[op.KeyOperation], encode: "Callable[[Connection, Any], None]") -> None:
+        if self._rendezvous and any(operation.key.startswith(PER_ROUND) for operation in operations):
+            self._begin_round()
+        if len(operations) == 1 and encode is not Connection._say_strings:
+            self._ask(operations[0], encode)
+        else:
+            self._settle(self._space.call_each(self._who(), operations, self._done), encode)
+
     def _ask(self, operation: op.KeyOperation, encode: "Callable[[Connection, Any], None]") -> None:
+        if self._rendezvous and operation.key.startswith(PER_ROUND):
+            self._begin_round()
         self._settle(self._space.call(self._client or self._who(), operation, self._done), encode)
+
+    def _begin_round(self) -> None:
+        self._rendezvous = False
+        if self._pid is not None:
+            self._client = self._processes.begin_round(self._pid)
+            if self._client[3] > 1:
+                self._patient_until_s = self._door.reactor.now_s() + PATIENCE_S
 
     def _ask_all(self, operation: op.NumKeys | op.ListKeys, encode: "Callable[[Connection, Any], None]") -> None:
         self._settle(self._space.call_all(self._who(), operation, self._done), encode)
@@ -420,6 +471,9 @@ class Connection:
         if self._socket.fileno() < 0 or encode is None:
             return
         self._settle(answer, encode)
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self._buffer and len(self._buffer) >= self._need_bytes and self._socket.fileno() >= 0:
             self._resume()
         if self._out:

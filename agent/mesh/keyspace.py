@@ -76,7 +76,7 @@ class KeySpace:
         self._shard = Shard(limit_bytes)
         self._owners = owners(order) if len(order) > 1 else ()
         self._streams = {node: Stream(generation, life) for node in order if node != me}
-        self._fresh_reads: dict[tuple[str, type, bytes], int] = {}
+        self._fresh_reads: dict[tuple[op.Operation, int], int] = {}
         self._asked: dict[int, _Asked] = {}
         self._number = 0
         self._due: deque[tuple[Done, Answer]] = deque()
@@ -84,17 +84,21 @@ class KeySpace:
 
     # --- clients
 
-    def call(self, client: int, operation: op.KeyOperation, done: Done) -> Any:
+    def client(self, process: int, session: int = 1, its_round: int = 1) -> Client:
+        """A process of this agent's, which is here for the `session`-th time and in its `its_round`-th process group."""
+        return (self._me, process, session, its_round)
+
+    def call(self, client: Client, operation: op.KeyOperation, done: Done) -> Any:
         """The answer (Plain or Trouble), or a Pending whose answer is given to `done`."""
         owner = self._owners[zlib.crc32(operation.key) % len(self._owners)] if self._owners else self._me
         return self._ask(owner, client, operation, done)
 
-    def call_all(self, client: int, operation: op.NumKeys | op.ListKeys, done: Callable[[list[Any]], None]) -> Any:
+    def call_all(self, client: Client, operation: op.NumKeys | op.ListKeys, done: Callable[[list[Any]], None]) -> Any:
         """The same question to every shard; the answers in the order of the nodes, or a Pending."""
         nodes = sorted({self._me, *self._streams})
         return self._together([(node, operation) for node in nodes], client, done)
 
-    def call_each(self, client: int, operations: Sequence[op.KeyOperation], done: Callable[[list[Any]], None]) -> Any:
+    def call_each(self, client: Client, operations: Sequence[op.KeyOperation], done: Callable[[list[Any]], None]) -> Any:
         """Several operations at once; the answers in their order, or a Pending. Trouble is an answer like any other."""
         return self._together(
             [(self._owners[zlib.crc32(o.key) % len(self._owners)] if self._owners else self._me, o) for o in operations],
@@ -102,11 +106,11 @@ class KeySpace:
             done,
         )
 
-    def left(self, client: int, session: int) -> None:
-        """The last connection of this client closed; it was its process's `session`-th."""
-        self._shard.left((self._me, client), session)
+    def left(self, process: int, session: int) -> None:
+        """The last connection of this process's session closed."""
+        self._shard.left(self._me, process, session)
         for node in self._streams:
-            self._put(node, op.Left(client, session))
+            self._put(node, op.Left(process, session))
 
     def began(self, session: int) -> None:
         """A process came back for its `session`-th time."""
@@ -146,15 +150,15 @@ class KeySpace:
         for item in items:
             match item:
                 case op.Call(number, client, operation):
-                    answer = self._shard.call((node, number), (node, client), operation)
+                    answer = self._shard.call((node, number), (node, *client), operation)
                     if answer is not PENDING:
                         self._reply(node, number, answer)
                 case op.Answer(number, answer):
                     self._settle(number, answer.value if isinstance(answer, op.Value) else answer)
                 case op.Cancel(number):
                     self._shard.cancel((node, number))
-                case op.Left(client, session):
-                    self._shard.left((node, client), session)
+                case op.Left(process, session):
+                    self._shard.left(node, process, session)
                 case op.Began(session):
                     self._shard.began(session)
         self._take_woken()
@@ -177,13 +181,13 @@ class KeySpace:
 
     # --- inside
 
-    def _ask(self, owner: str, client: int, operation: op.Operation, done: Done) -> Any:
+    def _ask(self, owner: str, client: Client, operation: op.Operation, done: Done) -> Any:
         if self.ended:
             return op.Trouble(self.ended)
         self._number += 1
         number = self._number
         if owner == self._me:
-            answer = self._shard.call((self._me, number), (self._me, client), operation)
+            answer = self._shard.call((self._me, number), client, operation)
             if self._shard.woken:
                 self._take_woken()
                 self._deliver()
@@ -191,14 +195,14 @@ class KeySpace:
                 return answer
         else:
             if isinstance(operation, MERGED):
-                read = (owner, type(operation), operation.key)
+                read = (operation, client[3])
                 fresh = self._asked.get(self._fresh_reads.setdefault(read, number))
                 if fresh is not None:
                     pending = Pending(done, lambda p, number=self._fresh_reads[read]: self._unask(number, p))  # type: ignore[misc]
                     fresh.wanted_by.append(pending)
                     return pending
                 self._fresh_reads[read] = number
-            self._put(owner, op.Call(number, client, operation))
+            self._put(owner, op.Call(number, client[1:], operation))
         pending = Pending(done, lambda p: self._unask(number, p))
         self._asked[number] = _Asked(owner, pending)
         return pending
@@ -222,7 +226,7 @@ class KeySpace:
         else:
             self._put(asked.owner, op.Cancel(number))
 
-    def _together(self, asked: list[tuple[str, Any]], client: int, done: Callable[[list[Any]], None]) -> Any:
+    def _together(self, asked: list[tuple[str, Any]], client: Client, done: Callable[[list[Any]], None]) -> Any:
         answers: list[Any] = [None] * len(asked)
         open_calls: dict[int, Pending] = {}
         ready = False

@@ -4,11 +4,15 @@ One thread calls `call`, so operations take effect one after another, at the mom
 answered yet (a missing key, an empty queue, a barrier) is remembered under its ticket and answered by the operation that
 brings what was missing: those answers are in `woken`, to be taken after every call.
 
-A key remembers who made it what it is: the client that set it, or all that added and appended since. A process that leaves
-the store (its last connection closes) leaves its keys behind, until it is seen that processes come back within this
-generation: then the keys of those who left before are dropped, so that peers wait for the new ones and find no stale
-addresses (API section 4). *Session* counts the comings of one process. A counter that many have added to goes as soon as one
-of them has left.
+A key remembers who made it what it is: the client that set it, or all that added and appended since. Two things keep a process
+group that is made again within one generation from the addresses of the one before (API section 4):
+
+- A process that leaves the store (its last connection closes) leaves its keys behind, until it is seen that processes come back:
+  then the keys of those who left before are dropped. *Session* counts the comings of one process. A counter that many have added
+  to goes as soon as one of them has left.
+- Ranks do not come back all at once, and what still refers to an old group keeps its connections open. So the keys that torch puts
+  under `PER_ROUND` have rounds: the n-th `init_process_group` of one rank means the n-th of the others. A value that only clients
+  of earlier rounds made is, for a later one, not there: `Watch` waits for the new one, a sum begins anew.
 
 Invariants: nobody waits for a key that is there, or for an item while its queue holds one; `size_bytes` is what is held.
 Source: torch's TCPStore client and server, tried out over a recording proxy.
@@ -20,16 +24,19 @@ from typing import Any, Final
 
 from hyperpodrun.agent.wire import store as op
 
-Client = tuple[str, int]
-"""(agent, number): one session of one process."""
+Client = tuple[str, int, int, int]
+"""(agent, number of the process there, session, round)."""
 Ticket = tuple[str, int]
 """(agent, number of its call)."""
 Plain = bytes | int | bool | list[bytes] | None
 
 PENDING: Final = object()
 """The answer comes later, through `woken`."""
+PER_ROUND: Final = b"/default_pg/"
+"""Where init_process_group has its keys when it makes the store itself."""
 ENTRY_BYTES = 200
 """What an entry costs beside its key and value."""
+_BUILDS_ON = (op.Add, op.Append, op.CompareSet, op.Arrive)
 _HALF = 1 << 63
 _WHOLE = 1 << 64
 
@@ -44,12 +51,12 @@ class Shard:
         self._values: dict[bytes, bytes] = {}
         self._authors: dict[bytes, tuple[Client, ...]] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        self._watchers: dict[bytes, dict[Ticket, bool]] = {}
+        self._watchers: dict[bytes, dict[Ticket, int]] = {}
         self._poppers: dict[bytes, dict[Ticket, None]] = {}
         self._arrivals: dict[bytes, dict[Ticket, int]] = {}
         self._waits_for: dict[Ticket, bytes] = {}
         self._session = 1
-        self._departed: dict[Client, int] = {}
+        self._departed: set[tuple[str, int, int]] = set()
         self._handlers: dict[type, Callable[[Any, Ticket, Client], Any]] = {
             op.Set: self._set,
             op.Get: self._get,
@@ -69,6 +76,8 @@ class Shard:
 
     def call(self, ticket: Ticket, client: Client, operation: op.Operation) -> Any:
         """The answer (Plain or Trouble), or PENDING. Then look into `woken`."""
+        if client[3] > 1 and type(operation) in _BUILDS_ON and self._is_old(operation.key, client[3]):  # type: ignore[union-attr]
+            self._forget(operation.key)  # type: ignore[union-attr]
         return self._handlers[type(operation)](operation, ticket, client)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -81,20 +90,21 @@ class Shard:
             if waiting.pop(ticket, PENDING) is not PENDING and not waiting:
                 del table[key]
 
-    def left(self, client: Client, session: int) -> None:
-        """The last connection of a client closed."""
+    def left(self, agent: str, process: int, session: int) -> None:
+        """The last connection of a session closed."""
+        gone = (agent, process, session)
         if session < self._session:
-            self._drop({client})
+            self._drop({gone})
         else:
-            self._departed[client] = session
+            self._departed.add(gone)
 
     def began(self, session: int) -> None:
         """A process came back for its `session`-th time."""
         if session <= self._session:
             return
         self._session = session
-        gone = {client for client, its in self._departed.items() if its < session}
-        self._departed = {client: its for client, its in self._departed.items() if client not in gone}
+        gone = {one for one in self._departed if one[2] < session}
+        self._departed -= gone
         self._drop(gone)
 
     def waiting(self) -> int:
@@ -109,7 +119,7 @@ class Shard:
     def _get(self, asked: op.Get, ticket: Ticket, _client: Client) -> Any:
         value = self._values.get(asked.key)
         if value is None and asked.block:
-            self._watchers.setdefault(asked.key, {})[ticket] = True
+            self._watchers.setdefault(asked.key, {})[ticket] = 0
             self._waits_for[ticket] = asked.key
             return PENDING
         return value
@@ -131,13 +141,13 @@ class Shard:
             return value
         return self._store(asked.key, asked.desired, (client,)) or asked.desired
 
-    def _check(self, asked: op.Check, _ticket: Ticket, _client: Client) -> bool:
-        return asked.key in self._values or asked.key in self._queues
+    def _check(self, asked: op.Check, _ticket: Ticket, client: Client) -> bool:
+        return self._there(asked.key, client[3])
 
-    def _watch(self, asked: op.Watch, ticket: Ticket, _client: Client) -> Any:
-        if asked.key in self._values or asked.key in self._queues:
+    def _watch(self, asked: op.Watch, ticket: Ticket, client: Client) -> Any:
+        if self._there(asked.key, 1 if asked.any_round else client[3]):
             return True
-        self._watchers.setdefault(asked.key, {})[ticket] = False
+        self._watchers.setdefault(asked.key, {})[ticket] = 1 if asked.any_round else client[3]
         self._waits_for[ticket] = asked.key
         return PENDING
 
@@ -207,7 +217,7 @@ class Shard:
         self.size_bytes += growth
         self._values[key] = value
         self._authors[key] = authors
-        if old is None and key in self._watchers:
+        if key in self._watchers:
             self._wake(key)
         return None
 
@@ -225,12 +235,20 @@ class Shard:
         return authors if client in authors else (*authors, client)
 
     def _wake(self, key: bytes) -> None:
-        value = self._values.get(key)
-        for ticket, wants_value in list(self._watchers.get(key, {}).items()):
-            if wants_value and value is None:
-                continue  # a queue has items now, a value is still missing
-            self.cancel(ticket)
-            self.woken.append((ticket, value if wants_value else True))
+        for ticket, its_round in list(self._watchers.get(key, {}).items()):
+            if its_round and self._there(key, its_round):
+                self.cancel(ticket)
+                self.woken.append((ticket, True))
+            elif not its_round and key in self._values:  # a Get, which no item of a queue contents
+                self.cancel(ticket)
+                self.woken.append((ticket, self._values[key]))
+
+    def _there(self, key: bytes, its_round: int) -> bool:
+        return (key in self._values and not (its_round > 1 and self._is_old(key, its_round))) or key in self._queues
+
+    def _is_old(self, key: bytes, its_round: int) -> bool:
+        """Has nobody of this round, or a later one, had a hand in this key?"""
+        return key.startswith(PER_ROUND) and all(author[3] < its_round for author in self._authors.get(key, ()))
 
     def _forget(self, key: bytes) -> bool:
         value = self._values.pop(key, None)
@@ -240,9 +258,9 @@ class Shard:
         self.size_bytes -= len(key) + len(value) + ENTRY_BYTES
         return True
 
-    def _drop(self, gone: set[Client]) -> None:
+    def _drop(self, gone: set[tuple[str, int, int]]) -> None:
         if gone:
-            for key in [key for key, authors in self._authors.items() if not gone.isdisjoint(authors)]:
+            for key in [key for key, authors in self._authors.items() if any(author[:3] in gone for author in authors)]:
                 self._forget(key)
 
 

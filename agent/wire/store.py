@@ -43,9 +43,10 @@ class Check(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=4):
 
 
 class Watch(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=5):
-    """Answer: True, once `Check` would say so."""
+    """Answer: True, once `Check` would say so. `any_round`: also when that is a value of an earlier round."""
 
     key: bytes
+    any_round: bool = False
 
 
 class Delete(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=6):
@@ -115,10 +116,10 @@ class Value(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=0):
 
 
 class Call(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=0):
-    """`number` names the call among the sender's, `client` the process that asks among the sender's clients."""
+    """`number` names the call among the sender's, `client` (number, session, round) who asks among the sender's clients."""
 
     number: int
-    client: int
+    client: tuple[int, int, int]
     operation: Operation
 
 
@@ -136,9 +137,9 @@ class Answer(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=2):
 
 
 class Left(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=3):
-    """The last connection of this client closed; it was its process's `session`-th, counted from 1."""
+    """The last connection of this process's `session`, counted from 1, closed; `process` is its number at the sender."""
 
-    client: int
+    process: int
     session: int
 
 
