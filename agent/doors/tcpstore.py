@@ -210,13 +210,10 @@ class Connection:
 
     def _resume(self) -> None:
         """Go on with what is held."""
-        if self._parsing or self._out_bytes > CHOKED_BYTES:
+        if self._parsing or self._out_bytes > CHOKED_BYTES or not self._buffer:
             return
-        if self._pending is not None:
-            if self._buffer[:1] != b"\x0c":
-                return
-            self._pending.cancel()  # 12: the client's patience is over
-            self._pending = None
+        if self._pending is not None and self._buffer[0] != _CANCEL_WAIT:
+            return
         data = bytes(self._buffer)
         self._door.held(-len(data))
         self._buffer.clear()
@@ -231,7 +228,12 @@ class Connection:
         at, end = 0, len(data)
         self._need_bytes = 1
         try:
-            while at < end and self._pending is None and self._out_bytes <= CHOKED_BYTES:
+            while at < end and self._out_bytes <= CHOKED_BYTES:
+                if self._pending is not None:
+                    if data[at] != _CANCEL_WAIT:
+                        break
+                    self._pending.cancel()  # the client's patience is over
+                    self._pending = None
                 if self._left:
                     at = self._take_strings(data, at)
                 else:
