@@ -10,12 +10,13 @@ A request is one byte and its arguments, numbers little-endian, strings with the
     15 queue-pop (key) -> 64 bit [string]   16 queue-len (key) -> 64 bit
     17 list-keys -> n, strings          18 barrier (key, 64 bit) -> 0, later
 
-Clients wait for a value with 6 before 3, 10 and a blocking 15. What a client asks takes effect in the order asked, each request
-before the next: a write to another node is acknowledged there before anything later is done. The number in a ping is the
+Clients wait for a value with 6 before 3, 10 and a blocking 15. What a client asks takes effect in the order asked. Writes that
+need no answer (1, 9, 14) may be on their way together as long as they go to one node, where they are done in that order; before
+anything is asked of another node they are acknowledged. The number in a ping is the
 process's pid; by it the connections of one process are known to belong together.
 
-States of a connection: *new* (not validated), *ready*, *asking* (a request is not answered yet; only a cancel is looked at),
-*choked* (the client does not read its answers), *closed*. It belongs to the generation in which it was made and ends with it.
+States of a connection: *new* (not validated), *ready*, *asking* (a request is not answered yet, or waits for
+writes to be acknowledged; only a cancel is looked at), *ending* (the client is gone, its last writes are still carried out), *choked* (the client does not read its answers), *closed*. It belongs to the generation in which it was made and ends with it.
 
 Invariants: a client harms only itself. What it sends is held up to the limits below; half a message is waited for
 `HALF_S`; an answer that nobody reads stops the reading of requests.
@@ -36,13 +37,15 @@ from hyperpodrun.agent.wire import store as op
 
 MAGIC = 0x3C85F7CE
 MOST_KEY_BYTES = 1 << 20
-MOST_VALUE_BYTES = 48 << 20
 MOST_STRINGS = 1 << 21
 MOST_MESSAGE_BYTES = 256 << 20
 MOST_HELD_BYTES = 1 << 30
 """By all connections together, of requests that are not complete."""
 MOST_CONNECTIONS = 16384
 CHOKED_BYTES = 8 << 20
+MOST_UNACKNOWLEDGED = 1000
+LARGE_BYTES = 1 << 16
+"""Larger values travel one at a time."""
 HALF_S = 60.0
 PATIENCE_S = 30.0
 """So long a rank that makes its process group again waits for its peers to do so too; then it takes what there is."""
@@ -111,6 +114,8 @@ class Connection:
         "_buffer",
         "_client",
         "_door",
+        "_drained",
+        "_ending",
         "_encode",
         "_left",
         "_many",
@@ -129,6 +134,8 @@ class Connection:
         "_socket",
         "_space",
         "_strings",
+        "_unacknowledged",
+        "_unacknowledged_at",
         "_valid",
         "since_s",
     )
@@ -141,6 +148,10 @@ class Connection:
         self._space = space
         self._processes = processes
         self._client: Client | None = None
+        self._unacknowledged = 0
+        self._unacknowledged_at = ""
+        self._drained: Pending | None = None
+        self._ending = False
         self._rendezvous = False
         self._patient_until_s = 0.0
         self._patience: Timer | None = None
@@ -190,7 +201,9 @@ class Connection:
         except OSError:
             data = b""
         if not data:
-            self.close()
+            self._ending = True
+            self._door.reactor.forget_readable(self._socket.fileno())
+            self._leave_if_done()
             return
         if self._buffer or self._pending is not None or self._out_bytes > CHOKED_BYTES:
             self._hold(data)
@@ -199,11 +212,17 @@ class Connection:
             return
         self._parse(data)
 
+    def _leave_if_done(self) -> None:
+        """The client is gone: what it still waits for does not matter, what it wrote does."""
+        asks = self._pending is not None and self._pending is not self._drained and self._encode is not Connection._say_nothing
+        if self._ending and (asks or (self._pending is None and len(self._buffer) < self._need_bytes) or self._out_bytes):
+            self.close()
+
     def _hold(self, data: bytes) -> None:
         self._buffer += data
         if not self._door.held(len(data)):
             self.close(f"too much is held for all clients together: {MOST_HELD_BYTES >> 20} MiB of unfinished requests")
-        elif len(self._buffer) > MOST_VALUE_BYTES + 2 * READ_MORE_BYTES:
+        elif len(self._buffer) > op.MOST_VALUE_BYTES + 2 * READ_MORE_BYTES:
             # Only a client that does not wait for its answers gets here: it has to wait now.
             self._paused = True
             self._door.reactor.forget_readable(self._socket.fileno())
@@ -217,7 +236,7 @@ class Connection:
         data = bytes(self._buffer)
         self._door.held(-len(data))
         self._buffer.clear()
-        if self._paused:
+        if self._paused and not self._ending:
             self._paused = False
             self._door.reactor.on_readable(self._socket.fileno(), self._readable)
         if data:
@@ -272,7 +291,7 @@ class Connection:
         return self._string(data, at, MOST_KEY_BYTES)
 
     def _value(self, data: bytes, at: int) -> tuple[bytes, int]:
-        return self._string(data, at, MOST_VALUE_BYTES)
+        return self._string(data, at, op.MOST_VALUE_BYTES)
 
     def _number(self, data: bytes, at: int, form: struct.Struct) -> tuple[int, int]:
         if at + form.size > len(data):
@@ -441,13 +460,46 @@ class Connection:
             self._begin_round()
         if len(operations) == 1 and encode is not Connection._say_strings:
             self._ask(operations[0], encode)
+        elif self._unacknowledged:
+            self._when_drained(lambda: self._ask_each(operations, encode))
         else:
             self._settle(self._space.call_each(self._who(), operations, self._done), encode)
 
     def _ask(self, operation: op.KeyOperation, encode: "Callable[[Connection, Any], None]") -> None:
         if self._rendezvous and operation.key.startswith(PER_ROUND):
             self._begin_round()
-        self._settle(self._space.call(self._client or self._who(), operation, self._done), encode)
+        if self._unacknowledged:
+            owner = self._space.owner(operation.key)
+            if owner != self._unacknowledged_at or self._unacknowledged >= MOST_UNACKNOWLEDGED:
+                self._when_drained(lambda: self._ask(operation, encode))
+                return
+        if encode is not Connection._say_nothing or len(operation.value) > LARGE_BYTES:  # type: ignore[union-attr]
+            self._settle(self._space.call(self._client or self._who(), operation, self._done), encode)
+            return
+        answer = self._space.call(self._client or self._who(), operation, self._acknowledged)
+        if type(answer) is Pending:
+            self._unacknowledged += 1
+            self._unacknowledged_at = self._space.owner(operation.key)
+        elif answer is not None:
+            self._trouble(answer, encode)
+
+    def _acknowledged(self, answer: Any) -> None:
+        """A write that needs no answer was carried out."""
+        self._unacknowledged -= 1
+        if self._socket.fileno() < 0:
+            return
+        if answer is not None:
+            self._trouble(answer, Connection._say_nothing)
+        elif not self._unacknowledged and (waiting := self._drained) is not None:
+            self._drained = None
+            then, waiting.done = waiting.done, None
+            if then is not None:
+                self._pending = None
+                then(None)
+                self._go_on()
+
+    def _when_drained(self, then: Callable[[], None]) -> None:
+        self._pending = self._drained = Pending(lambda _: then(), lambda _: None)
 
     def _begin_round(self) -> None:
         self._rendezvous = False
@@ -457,7 +509,10 @@ class Connection:
                 self._patient_until_s = self._door.reactor.now_s() + PATIENCE_S
 
     def _ask_all(self, operation: op.NumKeys | op.ListKeys, encode: "Callable[[Connection, Any], None]") -> None:
-        self._settle(self._space.call_all(self._who(), operation, self._done), encode)
+        if self._unacknowledged:
+            self._when_drained(lambda: self._ask_all(operation, encode))
+        else:
+            self._settle(self._space.call_all(self._who(), operation, self._done), encode)
 
     def _settle(self, answer: Any, encode: "Callable[[Connection, Any], None]") -> None:
         if type(answer) is Pending:
@@ -476,10 +531,14 @@ class Connection:
         self._go_on()
 
     def _go_on(self) -> None:
+        if self._parsing:
+            return
         if self._buffer and len(self._buffer) >= self._need_bytes and self._socket.fileno() >= 0:
             self._resume()
         if self._out:
             self._flush()
+        if self._ending:
+            self._leave_if_done()
 
     def _trouble(self, trouble: op.Trouble, encode: "Callable[[Connection, Any], None] | None") -> None:
         """The protocol has no word for it but the end; a wait that is cut short is told as such first."""

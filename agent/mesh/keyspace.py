@@ -82,6 +82,10 @@ class KeySpace:
         self._due: deque[tuple[Done, Answer]] = deque()
         self._delivering = False
 
+    def owner(self, key: bytes) -> str:
+        """The node that holds this key. What a client asks of one owner is done there in the order asked."""
+        return self._owners[zlib.crc32(key) % len(self._owners)] if self._owners else self._me
+
     # --- clients
 
     def client(self, process: int, session: int = 1, its_round: int = 1) -> Client:
@@ -90,8 +94,7 @@ class KeySpace:
 
     def call(self, client: Client, operation: op.KeyOperation, done: Done) -> Any:
         """The answer (Plain or Trouble), or a Pending whose answer is given to `done`."""
-        owner = self._owners[zlib.crc32(operation.key) % len(self._owners)] if self._owners else self._me
-        return self._ask(owner, client, operation, done)
+        return self._ask(self.owner(operation.key), client, operation, done)
 
     def call_all(self, client: Client, operation: op.NumKeys | op.ListKeys, done: Callable[[list[Any]], None]) -> Any:
         """The same question to every shard; the answers in the order of the nodes, or a Pending."""
@@ -100,11 +103,7 @@ class KeySpace:
 
     def call_each(self, client: Client, operations: Sequence[op.KeyOperation], done: Callable[[list[Any]], None]) -> Any:
         """Several operations at once; the answers in their order, or a Pending. Trouble is an answer like any other."""
-        return self._together(
-            [(self._owners[zlib.crc32(o.key) % len(self._owners)] if self._owners else self._me, o) for o in operations],
-            client,
-            done,
-        )
+        return self._together([(self.owner(operation.key), operation) for operation in operations], client, done)
 
     def left(self, process: int, session: int) -> None:
         """The last connection of this process's session closed."""

@@ -204,12 +204,16 @@ class Shard:
     def _num_keys(self, _asked: op.NumKeys, _ticket: Ticket, _client: Client) -> int:
         return len(self._values)
 
-    def _list_keys(self, _asked: op.ListKeys, _ticket: Ticket, _client: Client) -> list[bytes]:
+    def _list_keys(self, _asked: op.ListKeys, _ticket: Ticket, _client: Client) -> list[bytes] | op.Trouble:
+        if sum(map(len, self._values)) + 8 * len(self._values) > op.MOST_VALUE_BYTES:
+            return op.Trouble(f"the names of {len(self._values)} keys are too long for one answer")
         return list(self._values)
 
     # --- keys
 
     def _store(self, key: bytes, value: bytes, authors: tuple[Client, ...]) -> op.Trouble | None:
+        if len(value) > op.MOST_VALUE_BYTES:
+            return op.Trouble(f"the value of {shown(key)} would have {len(value)} bytes; the limit is {op.MOST_VALUE_BYTES}")
         old = self._values.get(key)
         growth = len(value) - len(old) if old is not None else len(key) + len(value) + ENTRY_BYTES
         if growth > 0 and self.size_bytes + growth > self._limit_bytes:

@@ -31,8 +31,9 @@ class Stream:
         self._life = life
         self._peer_life: int | None = None
         self._out: deque[Item] = deque()
+        self._fresh: deque[Item] = deque()
         self._first = 0
-        self._next = 0
+        """The number of the first item of `_out`, which are followed by `_fresh`."""
         self._expects = 0
         self._owes_ack_at_ns: int | None = None
         self._resend_at_ns: int | None = None
@@ -40,23 +41,22 @@ class Stream:
 
     def put(self, item: Item) -> None:
         """Queue an item; `frames` takes it along."""
-        self._out.append(item)
+        self._fresh.append(item)
 
     def frames(self, now_ns: int) -> list[Frame]:
         """What is to be sent now: everything fresh, and an acknowledgement that is due."""
         made = []
-        while self._next < self._first + len(self._out):
+        while self._fresh:
             items: list[Item] = []
             size_bytes = 0
-            start = self._next - self._first
-            while start + len(items) < len(self._out) and len(items) < FRAME_ITEMS and size_bytes < FRAME_BYTES:
-                item = self._out[start + len(items)]
+            while self._fresh and len(items) < FRAME_ITEMS and size_bytes < FRAME_BYTES:
+                item = self._fresh.popleft()
                 size_bytes += _weight(item)
                 items.append(item)
-            made.append(Frame(self._generation, self._life, self._next, self._expects, items))
-            self._next += len(items)
+            made.append(Frame(self._generation, self._life, self._first + len(self._out), self._expects, items))
+            self._out.extend(items)
         if not made and self._owes_ack_at_ns is not None and now_ns >= self._owes_ack_at_ns:
-            made.append(Frame(self._generation, self._life, self._next, self._expects, []))
+            made.append(Frame(self._generation, self._life, self._first + len(self._out), self._expects, []))
         if made:
             self._owes_ack_at_ns = None
             if self._out and self._resend_at_ns is None:
@@ -69,13 +69,13 @@ class Stream:
             self._peer_life = frame.life
         elif frame.life != self._peer_life:
             raise Reborn
-        if self._first < frame.expects <= self._first + len(self._out):
+        if self._first < frame.expects <= self._first + len(self._out) + len(self._fresh):
             while self._first < frame.expects:
-                self._out.popleft()
+                # What is fresh may have been out before, and have arrived after all.
+                (self._out or self._fresh).popleft()
                 self._first += 1
-            self._next = max(self._next, self._first)
             self._resend_ns = RESEND_NS
-            self._resend_at_ns = now_ns + self._resend_ns if self._first < self._next else None
+            self._resend_at_ns = now_ns + self._resend_ns if self._out else None
         if not frame.items:
             return []
         if self._owes_ack_at_ns is None:
@@ -91,7 +91,8 @@ class Stream:
     def tick(self, now_ns: int) -> None:
         """Send again what was not acknowledged in time; `frames` follows."""
         if self._resend_at_ns is not None and now_ns >= self._resend_at_ns:
-            self._next = self._first
+            self._fresh.extendleft(reversed(self._out))
+            self._out.clear()
             self._resend_ns = min(2 * self._resend_ns, RESEND_MOST_NS)
             self._resend_at_ns = None
 

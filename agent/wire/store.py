@@ -6,6 +6,9 @@ Keys and values are bytes. Items travel in `Frame`s of one stream between two ag
 
 import msgspec
 
+MOST_VALUE_BYTES = 48 << 20
+"""A value, and an answer, fit into one message between agents."""
+
 
 class Set(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=0):
     """Answer: None."""
