@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
 TELL_GRACE_S = 1.0
-STORE_OF_ITS_OWN = (
-    "a rank wanted to open a store of its own on MASTER_PORT, where the launcher's own one listens: let it connect "
-    "(TCPStore(..., is_master=False)), take another port, or set HPCT_USE_ROOTLESS=0 to have rank 0 open the store"
+PORT_OF_THE_STORE = (
+    "a rank wanted to listen on MASTER_PORT, where the launcher's own store listens: connect there, take another port, "
+    "or set HPCT_USE_ROOTLESS=0, which leaves that port to rank 0"
 )
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -278,7 +278,7 @@ class Agent:
         """Nothing of the attempt is left."""
         self.end_store("its ranks have ended")
         if self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
-            self.output.say(STORE_OF_ITS_OWN)
+            self.output.say(PORT_OF_THE_STORE)
         if self.mesh is not None:
             self.desk.tell_here()
             self.first_failure.over(verdict)
