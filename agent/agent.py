@@ -303,7 +303,15 @@ class Agent:
 
         port = int(self.link.memo.get("mesh_port", "0"))
         self.mesh = MeshDriver(
-            self.reactor, self.config, self, self.watch_child, self.output.say, os.environ, self.link.lease, self.store_heard, port
+            self.reactor,
+            self.config,
+            self,
+            self.watch_child,
+            self.output.say,
+            os.environ,
+            self.link.lease,
+            self.store_heard,
+            port,
         )
         self.mesh.start()
         self.reactor.call_later(STATUS_EVERY_S, self.renew_status)

@@ -15,8 +15,9 @@ need no answer (1, 9, 14) may be on their way together as long as they go to one
 anything is asked of another node they are acknowledged. The number in a ping is the
 process's pid; by it the connections of one process are known to belong together.
 
-States of a connection: *new* (not validated), *ready*, *asking* (a request is not answered yet, or waits for
-writes to be acknowledged; only a cancel is looked at), *ending* (the client is gone, its last writes are still carried out), *choked* (the client does not read its answers), *closed*. It belongs to the generation in which it was made and ends with it.
+States of a connection: *new* (not validated), *ready*, *asking* (a request is not answered yet, or waits for writes to be
+acknowledged; only a cancel is looked at), *ending* (the client is gone, its last writes are still carried out), *choked* (the
+client does not read its answers), *closed*. It belongs to the generation in which it was made and ends with it.
 
 Invariants: a client harms only itself. What it sends is held up to the limits below; half a message is waited for
 `HALF_S`; an answer that nobody reads stops the reading of requests.
@@ -115,8 +116,8 @@ class Connection:
         "_client",
         "_door",
         "_drained",
-        "_ending",
         "_encode",
+        "_ending",
         "_left",
         "_many",
         "_many_bytes",
@@ -421,6 +422,7 @@ class Connection:
     def _ask_many(self) -> None:
         strings, self._strings = self._strings, []
         operations: list[op.KeyOperation]
+        encode: Callable[[Connection, Any], None]
         match self._many:
             case 5:
                 operations, encode = [op.Check(key) for key in strings], Connection._say_whether_all

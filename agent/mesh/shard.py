@@ -113,7 +113,7 @@ class Shard:
 
     # --- operations
 
-    def _set(self, asked: op.Set, _ticket: Ticket, client: Client) -> None | op.Trouble:
+    def _set(self, asked: op.Set, _ticket: Ticket, client: Client) -> op.Trouble | None:
         return self._store(asked.key, asked.value, (client,))
 
     def _get(self, asked: op.Get, ticket: Ticket, _client: Client) -> Any:
@@ -154,10 +154,10 @@ class Shard:
     def _delete(self, asked: op.Delete, _ticket: Ticket, _client: Client) -> bool:
         return self._forget(asked.key)
 
-    def _append(self, asked: op.Append, _ticket: Ticket, client: Client) -> None | op.Trouble:
+    def _append(self, asked: op.Append, _ticket: Ticket, client: Client) -> op.Trouble | None:
         return self._store(asked.key, self._values.get(asked.key, b"") + asked.value, self._joined(asked.key, client))
 
-    def _push(self, asked: op.Push, _ticket: Ticket, _client: Client) -> None | op.Trouble:
+    def _push(self, asked: op.Push, _ticket: Ticket, _client: Client) -> op.Trouble | None:
         key = asked.key
         if takers := self._poppers.get(key):
             ticket = next(iter(takers))

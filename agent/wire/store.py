@@ -100,9 +100,7 @@ class ListKeys(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=13):
     """Answer: the keys of this shard."""
 
 
-Operation = (
-    Set | Get | Add | CompareSet | Check | Watch | Delete | Append | Push | Pop | Length | Arrive | NumKeys | ListKeys
-)
+Operation = Set | Get | Add | CompareSet | Check | Watch | Delete | Append | Push | Pop | Length | Arrive | NumKeys | ListKeys
 KeyOperation = Set | Get | Add | CompareSet | Check | Watch | Delete | Append | Push | Pop | Length | Arrive
 
 

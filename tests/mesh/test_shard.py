@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, Bundle, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from hyperpodrun.agent.mesh.shard import ENTRY_BYTES, PENDING, Shard
 from hyperpodrun.agent.wire import store as op
@@ -212,7 +212,12 @@ def test_sums_are_signed_numbers_of_64_bit():
 def test_a_full_store_refuses_with_a_sentence_and_keeps_what_it_has():
     shard = Shard(3000)
     ask(shard, op.Set(b"k", b"v" * 1000))
-    for asked in (op.Set(b"l", b"v" * 3000), op.Append(b"k", b"v" * 3000), op.Push(b"q", b"v" * 3000), op.CompareSet(b"m", b"", b"v" * 3000)):
+    for asked in (
+        op.Set(b"l", b"v" * 3000),
+        op.Append(b"k", b"v" * 3000),
+        op.Push(b"q", b"v" * 3000),
+        op.CompareSet(b"m", b"", b"v" * 3000),
+    ):
         trouble = ask(shard, asked)
         assert isinstance(trouble, op.Trouble) and "full" in trouble.text
     assert ask(shard, op.Get(b"k")) == b"v" * 1000 and ask(shard, op.NumKeys()) == 1
