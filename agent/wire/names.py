@@ -33,6 +33,7 @@ SPARE = "SPARE"
 JOB_ID = "HYPERPODRUN_JOB_ID"
 GENERATION = "HYPERPODRUN_GENERATION"
 NODE = "HYPERPODRUN_NODE"
+# Where this node's agent listens for its workers, tcp://host:port.
 LINK = "HYPERPODRUN_LINK"
 # Where rank 0 runs, whatever MASTER_ADDR says: with the agents' own store that is always this host.
 RANK0_ADDR = "HYPERPODRUN_RANK0_ADDR"

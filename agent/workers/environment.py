@@ -91,6 +91,9 @@ def worker_env(
         names.RANK0_ADDR: rank0_addr,
         names.FAMILY: family,
     }
+    if use_agent_store:
+        host = f"[{master_addr}]" if ":" in master_addr else master_addr
+        own[names.LINK] = f"tcp://{host}:{master_port}"
     if visible_device is not None:
         own[names.CUDA_VISIBLE_DEVICES] = visible_device
     for name, value in own.items():

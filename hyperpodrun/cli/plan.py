@@ -84,6 +84,8 @@ def _environments(config: JobConfig, environment: Mapping[str, str]) -> list[dic
         ranks.append({os.fsdecode(name): os.fsdecode(value) for name, value in env})
         if config.master_port is None:
             ranks[-1][names.MASTER_PORT] = "(a free port)"
+            if config.rootless:
+                ranks[-1][names.LINK] = "tcp://127.0.0.1:(a free port)"
     return ranks
 
 
