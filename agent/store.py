@@ -23,7 +23,7 @@ PORT_TRIES = 20
 
 
 class Store:
-    """`send(node, payload)` is the network (None: this node is the job). `port` is wished for; another one is taken if it is not free."""
+    """`send(node, payload)` is the network (None: this node is the job). `port` is a wish."""
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from hyperpodrun.agent.wire import names
 from hyperpodrun.rootless.store import MeshStore
@@ -15,9 +16,9 @@ from hyperpodrun.rootless.store import MeshStore
 _calls: dict[str, int] = {}
 
 
-def new_store(prefix: str) -> dist.PrefixStore:
+def new_store(prefix: str) -> PrefixStore:
     """A store of this generation whose keys nobody else meets. Raises NoLauncher."""
-    return dist.PrefixStore(prefix, MeshStore.current())
+    return PrefixStore(prefix, MeshStore.current())
 
 
 def init_process_group(backend: str | None = None, **options: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # where torch.distributed takes them from
 
 from hyperpodrun.agent.wire import names
 
@@ -27,7 +27,7 @@ class NoLauncher(RuntimeError):
     """This process was not started by hyperpodrun with its own store."""
 
 
-class MeshStore(dist.Store):
+class MeshStore(Store):
     """All keys of this generation. `address` is (host, port) of this node's agent; what takes longer than `timeout` raises
     `dist.DistStoreError`."""
 
@@ -57,7 +57,7 @@ class MeshStore(dist.Store):
         mine = self._clients
         if getattr(mine, "pid", None) != os.getpid():
             host, port = self._address
-            mine.client = dist.TCPStore(host, port, None, False, timeout=_DEFAULT_TIMEOUT, wait_for_workers=False)
+            mine.client = TCPStore(host, port, None, False, timeout=_DEFAULT_TIMEOUT, wait_for_workers=False)
             mine.pid = os.getpid()
         mine.client.set_timeout(self.timeout)  # the C++ half holds it: a PrefixStore around this store sets it there
         return mine.client
@@ -89,7 +89,7 @@ class MeshStore(dist.Store):
         """Are all there?"""
         return bool(self._client().check(list(keys)))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Until all are there."""
         self._client().wait(list(keys), self.timeout if timeout is None else timeout)
 

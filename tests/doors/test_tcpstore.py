@@ -8,9 +8,9 @@ import struct
 
 import pytest
 
-from hyperpodrun.agent.doors import tcpstore
+from hyperpodrun.agent.doors import connection, tcpstore
 
-MAGIC = struct.pack("<BI", 0, tcpstore.MAGIC)
+MAGIC = struct.pack("<BI", 0, connection.MAGIC)
 
 
 def text(raw):
@@ -160,8 +160,8 @@ def test_a_client_that_never_reads_its_answers_is_not_read_any_more(served):
             for _ in range(1 << 22):
                 greedy.sendall((b"\3" + text(b"big")) * 100)
         assert alive(served)
-        out = served.do(lambda: max(connection._out_bytes for connection in served.store._door._connections))
-        assert out < 3 * tcpstore.CHOKED_BYTES
+        out = served.do(lambda: max(one._out_bytes for one in served.store._door._connections))
+        assert out < 3 * connection.CHOKED_BYTES
 
 
 def test_half_a_request_is_not_waited_for_without_end(served, monkeypatch):

@@ -57,7 +57,7 @@ def linearizable(history: list[Op]) -> bool:
             answer, after = apply(value, op)
             if op.end != INFINITY and answer != op.answer:
                 continue
-            move = (at[:i] + (at[i] + 1,) + at[i + 1 :], after)
+            move = ((*at[:i], at[i] + 1, *at[i + 1 :]), after)
             if move not in seen:
                 seen.add(move)
                 stack.append(move)
