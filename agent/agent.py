@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hyperpodrun.agent import family
@@ -37,7 +38,6 @@ from hyperpodrun.agent.workers.sweep import Sweeper
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh_driver import MeshDriver
-    from hyperpodrun.agent.mesh_start import Place
 
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
@@ -76,7 +76,7 @@ class Agent:
         self.restarts = Total(config.max_restarts, int(link.memo.get("restarts_used", "0")))
         self.job: policy.Job | cluster.ClusterJob = policy.Job(
             self.restarts,
-            Window(config.max_node_failures, config.restart_window_s),
+            Window(config.max_node_failures, config.restart_window_s, link.deaths_s[:-1]),
             pre_script=config.pre_train_script is not None,
             post_script=config.post_train_script is not None,
             restart_count=int(link.memo.get("restart_count", "0")),
@@ -202,7 +202,7 @@ class Agent:
                     self.run_attempt(restart_count)
                 case policy.StopAttempt(kill):
                     if not kill:
-                        self.reactor.call_later(TELL_GRACE_S, self.tell_grace)
+                        self.reactor.call_later(TELL_GRACE_S, partial(self.tell_grace, self.attempt.world))
                     self.attempt.stop(kill)
                 case policy.Restarting() | policy.GivingUp():
                     self.desk.tell_next(effect)
@@ -210,9 +210,9 @@ class Agent:
                     self.end(code)
         self.write_status()
 
-    def tell_grace(self) -> None:
+    def tell_grace(self, asked: World | None) -> None:
         """Most ranks leave at once; who waits for the others should know for what, and how to end it."""
-        if count := len(self.attempt.pids):
+        if (count := len(self.attempt.pids)) and self.attempt.world is asked:
             self.output.say(
                 f"waiting for {count} rank(s) of this node to end, at most {self.config.shutdown_timeout_s:g} s; "
                 "a second Ctrl-C (SIGINT) ends them now"
@@ -343,12 +343,13 @@ class Agent:
         if self.store is not None:
             self.store.received(node, payload)
 
-    def placed(self, place: "Place") -> None:
-        """The port is this launcher's from now on, also if this agent should die."""
-        self.link.remember(mesh_port=place.port)
+    def placed(self, port: int, vote_path: str) -> None:
+        """The port is this launcher's from now on, also if this agent should die, and the vote file is to be gone in the end."""
+        self.link.remember(mesh_port=port, vote=vote_path)
 
     def start_here(self, world: World) -> None:
         """The mesh says: start."""
+        self.restart_count = world.restart_count
         self.advance(cluster.StartHere(world))
 
     def stop_here(self, generation: int, kill: bool) -> None:
@@ -363,6 +364,11 @@ class Agent:
         self.first_failure.settle()
         self.advance(cluster.JobOver(code, reason))
 
+    def others_done(self, generation: int) -> None:
+        """The mesh says: all ranks of another node have ended well."""
+        if self.attempt.world is not None and self.attempt.world.generation == generation:
+            self.attempt.others_done()
+
     def view_changed(self) -> None:
         """The nodes agreed on something new."""
         self.write_status()
@@ -376,11 +382,15 @@ class Agent:
             else (config.post_train_script, config.post_train_args)
         )
         assert path is not None
+        if isinstance(self.job, policy.Job):
+            restart_count = self.job.restart_count  # of the attempt to come; self.restart_count is the last one's
+        else:
+            restart_count = self.job.world.restart_count if self.job.world is not None else self.restart_count
         name = f"{which}-train"
         env = self.base_env | {
             names.JOB_ID.encode(): os.fsencode(config.job_id),
-            names.RESTART_COUNT.encode(): b"%d" % self.restart_count,
-            names.JOB_RESTART_COUNT.encode(): b"%d" % self.restart_count,
+            names.RESTART_COUNT.encode(): b"%d" % restart_count,
+            names.JOB_RESTART_COUNT.encode(): b"%d" % restart_count,
         }
         streams = self.output.open_helper(name)
 

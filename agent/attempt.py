@@ -86,6 +86,10 @@ class AttemptRunner:
         """End the attempt, with the grace or at once."""
         self._feed(group.Stop(kill))
 
+    def others_done(self) -> None:
+        """Another node's ranks have all ended well: those here have --exit-skew-timeout left."""
+        self._feed(group.OthersDone())
+
     def forward(self, number: int) -> None:
         """A signal for every rank."""
         for pid in self._group.alive.values():

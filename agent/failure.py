@@ -147,8 +147,10 @@ class FailureDesk:
 
     def _verdict(self, failed: report.FailedRank) -> Verdict:
         return Verdict(
-            # A hung rank that took our signal kindly ended with 0: that is no success.
-            exit_codes.from_wait_status(failed.end.status) or 1,
+            # Ended by our own signal, kindly or not: 0 would be a success, 128 + N would say that somebody had stopped the job.
+            1
+            if exit_codes.signal_of_wait_status(failed.end.status) in failed.end.sent
+            else exit_codes.from_wait_status(failed.end.status) or 1,
             "\n".join(failed.tail.stderr),
             headline=report.headline(failed, self._about("")),
         )
@@ -179,7 +181,9 @@ class FailureDesk:
     def flush(self, code: int) -> None:
         """The job ends with this code: tell what was not told yet."""
         reason = f"{self._reason}: " if self._reason else ""
-        step = f"{reason}the job ends with exit code {code}"
+        # The others may go on without this node: what stopped it need not be the end of the job.
+        what = "the job" if self._config.mesh is None or self._reason else "this node"
+        step = f"{reason}{what} ends with exit code {code}"
         if self._pending:
             self._tell(step)
         elif code:
@@ -212,7 +216,15 @@ class FailureDesk:
         files = (self._output.log_path(local_rank, "stdout"), self._output.log_path(local_rank, "stderr"))
         return report.FailedRank(
             end=blame.WorkerEnd(
-                local_rank, self._first_rank + local_rank, end.pid, status, end.at_s, bool(end.sent), end.hung, end.sent, end.status is None
+                local_rank,
+                self._first_rank + local_rank,
+                end.pid,
+                status,
+                end.at_s,
+                bool(end.sent),
+                end.hung,
+                end.sent,
+                end.status is None,
             ),
             evidence=evidence.gather(self._output.error_file(local_rank), tail, status),
             tail=tail,

@@ -137,6 +137,7 @@ def main(run_agent: Callable[[KeeperLink], int]) -> NoReturn:
     finally:
         folder.remove()
         WorkerCgroup(mark).remove()
+        _remove_vote(_read_memo(memo_fd).get("vote", ""))
     sys.exit(code)
 
 
@@ -337,6 +338,15 @@ def _write_memo(fd: int, memo: dict[str, str]) -> None:
         raise ValueError(f"the memo holds {len(text)} bytes of {_MEMO_BYTES}")
     # One page in one call: a kill leaves the old text or the new one.
     os.pwrite(fd, text.ljust(_MEMO_BYTES, b"\0"), 0)
+
+
+def _remove_vote(path: str) -> None:
+    """The vote of an agent (MESH A2) that did not come to remove it itself: it must not speak in a later job of the same id."""
+    try:
+        if path:
+            os.unlink(path)
+    except OSError:
+        pass  # the agent did
 
 
 def _read_lease(fd: int) -> int:

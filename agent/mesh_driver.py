@@ -1,8 +1,6 @@
 """The mesh core joined to the network, the clock and the vote file.
 
-Messages and the clock go into `mesh/node.py`; the effects it gives are carried out here or handed to the agent (`Listener`). What
-travels is the core's message with the sender's incarnation, which may change while the connection stays, a failed rank's report for
-the node of rank 0, or, told apart by its first byte, a frame of the store (store.py).
+Messages and the clock go into `mesh/node.py`; the effects it gives are carried out here or handed to the agent (`Listener`).
 
 States: *looking* (see mesh_start.py), *meeting* (no view yet), *in* (has a view), *leaving* (see mesh_farewell.py), *closed*.
 Invariants: effects are carried out in the order in which the core gave them, also when carrying out one makes the core give more; a
@@ -15,38 +13,28 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import msgspec
-
-from hyperpodrun.agent import mesh_slots, mesh_words, vote_file
+from hyperpodrun.agent import mesh_words, vote_file
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.mesh import effects as fx
 from hyperpodrun.agent.mesh.config import MeshConfig as CoreConfig
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.mesh_farewell import Farewell
+from hyperpodrun.agent.mesh_network import REPORT_BYTES, Envelope, MeshNetwork, slot_of
 from hyperpodrun.agent.mesh_start import MeshStart, Place
 from hyperpodrun.agent.mesh_worlds import Worlds
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.status import MeshStatus
-from hyperpodrun.agent.store import MARK
-from hyperpodrun.agent.transport.addresses import Address, parse_address
 from hyperpodrun.agent.transport.binding import BindError
-from hyperpodrun.agent.transport.frames import Identity, job_label
-from hyperpodrun.agent.transport.inbox import Link
-from hyperpodrun.agent.transport.probe import Outcome, probe_tcp
-from hyperpodrun.agent.transport.transport import Transport
-from hyperpodrun.agent.wire import exit_codes, names
+from hyperpodrun.agent.wire import exit_codes
 from hyperpodrun.agent.wire.mesh import NOWHERE, Ack, Go, Hello, Member, Message, View, Welcome
-from hyperpodrun.agent.workers import rendezvous
 
-VERSION = 1
 BIND_LIMIT_S = 3.0
 """So long a port that should be ours is tried again: the agent before this one may just have had it."""
 LOOKING_S = 1.0
 """Without a view for so long, people are told for whom this node waits."""
 NO_MAJORITY_S = 1.0
 CONFLICT_S = 1.0
-REPORT_BYTES = 65536
 SPEED = {"fast": (150, 3), "default": (250, 3), "lax": (500, 6)}
 """--failure-detector: (heartbeat in ms, heartbeats that may be missed)."""
 
@@ -54,20 +42,12 @@ SPEED = {"fast": (150, 3), "default": (250, 3), "lax": (500, 6)}
 class Listener(Protocol):
     """What the agent does about the mesh's decisions."""
 
-    def placed(self, place: Place) -> None: ...
+    def placed(self, port: int, vote_path: str) -> None: ...
     def start_here(self, world: World) -> None: ...
     def stop_here(self, generation: int, kill: bool) -> None: ...
     def job_over(self, code: int, reason: str) -> None: ...
     def view_changed(self) -> None: ...
-
-
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    incarnation: int
-    message: Message | None
-    store: str = ""
-    """With Go: where rank 0 of the new world opens its store, host:port."""
-    report: str = ""
-    """Without a message: what is known of a failed rank, for the node of rank 0."""
+    def others_done(self, generation: int) -> None: ...
 
 
 class MeshDriver:
@@ -102,16 +82,13 @@ class MeshDriver:
         self._farewell = Farewell(reactor, self._neighbours, self._tell_end)
         bind_again = remembered_port or not config.mesh.port_given
         self._bind_until_s = reactor.now_s() + (BIND_LIMIT_S if bind_again else 0.0)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(_Envelope)
-        self._aliases: dict[str, str] = {}
-        self._linked: set[str] = set()
         self._timer: Timer | None = None
         self._join_timer: Timer | None = None
         self._silent_timer: Timer | None = None
         self._silent: frozenset[str] = frozenset()
+        self._others_done_in = -1
         self._node: Node | None = None
-        self._transport: Transport | None = None
+        self._network: MeshNetwork | None = None
         self._worlds: Worlds | None = None
         self._votes: vote_file.VoteFile | None = None
         self._view: View | None = None
@@ -151,7 +128,7 @@ class MeshDriver:
 
     def send(self, node: str, payload: bytes) -> bool:
         """Send another node's agent something of its store; it may be lost."""
-        return self._transport is not None and self._transport.send(self._aliases.get(node, node), payload)
+        return self._network is not None and self._network.send_store(node, payload)
 
     @property
     def view(self) -> View | None:
@@ -168,7 +145,7 @@ class MeshDriver:
             members=[member.node for member in view.members] if view else [],
             active=list(view.order) if view else [],
             view_at=self._view_at,
-            counters=self._transport.counters() if self._transport else {},
+            counters=self._network.counters() if self._network else {},
         )
 
     def close(self, then: Callable[[], None]) -> None:
@@ -186,7 +163,7 @@ class MeshDriver:
     def _tell_looking(self) -> None:
         mesh = self._mesh
         if self.view is None and not self._closing:
-            contacts = {mesh_slots.slot_name(a.host, a.port or 0) for a in self._start.contacts} - {self.slot}
+            contacts = {slot_of(contact) for contact in self._start.contacts} - {self.slot}
             slots = self._config.max_nodes + mesh.spares
             self._say(mesh_words.looking(contacts, self._config.min_nodes, slots, mesh.join_timeout_s))
 
@@ -203,40 +180,37 @@ class MeshDriver:
 
     def _open(self, place: Place) -> None:
         config, mesh = self._config, self._mesh
-        votes = vote_file.VoteFile(vote_file.path_for(config.job_id, place.slot), self._say)
+        vote_path = vote_file.path_for(config.job_id, place.slot)
+        votes = vote_file.VoteFile(vote_path, self._say)
         vote = votes.read()
         incarnation = vote.incarnation if vote else int.from_bytes(os.urandom(8)) >> 1
-        own = (config.local_addr,) if config.local_addr else ()
-        transport = Transport(
+        network = MeshNetwork(
             self._reactor,
-            identity=Identity(place.slot, incarnation),
-            label=job_label(config.job_id),
-            version=VERSION,
-            on_message=self._received,
-            on_lost=self._lost,
-            on_found=self._found,
-            say=self._say,
-            bind_hosts=own,
-            advertise=own,
-            first_port=place.port,
-            secret=self._secret(),
-            insecure=mesh.insecure,
+            config,
+            mesh,
+            self._start,
+            place,
+            incarnation,
+            self._say,
+            self._environ,
+            self._received,
+            self._lost,
+            self._on_store,
         )
-        self.slot, self._votes, self._transport = place.slot, votes, transport
-        host = transport.addresses[0].host if transport.addresses else rendezvous.loopback()
-        self._worlds = Worlds(place.slot, config.local_addr or host, config.master_port)
+        self.slot, self._votes, self._network = place.slot, votes, network
+        self._worlds = Worlds(place.slot, network.host, config.master_port)
         me = Member(
             node=place.slot,
             incarnation=incarnation,
             nproc=config.nproc_per_node,
             wish=config.node_rank,
-            addresses=tuple(str(address) for address in transport.addresses),
+            addresses=network.addresses,
         )
         self._node = Node(self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote)
         if self._node.view is not None:  # the vote file's: this agent, or the one before it, died
             self._view = self._node.view
             self._adopt(self._view)
-        self._listener.placed(place)
+        self._listener.placed(place.port, vote_path)
         self._dial()
         early, self._early = self._early, []
         for event in early:
@@ -260,22 +234,9 @@ class MeshDriver:
             misses=misses,
         )
 
-    def _secret(self) -> bytes | None:
-        if self._mesh.secret_file:
-            with open(self._mesh.secret_file, "rb") as file:
-                return file.read()
-        text = self._environ.get(names.JOB_SECRET)
-        return text.encode() if text else None
-
     def _dial(self) -> None:
-        if self._transport is not None:
-            for address in self._start.contacts:
-                if mesh_slots.slot_name(address.host, address.port or 0) != self.slot:
-                    self._transport.find(address)
-
-    def _found(self, address: Address, who: Identity | None) -> None:
-        if who is not None:
-            self._aliases[mesh_slots.slot_name(address.host, address.port or 0)] = who.node
+        if self._network is not None:
+            self._network.dial()
 
     def _never_met(self) -> None:
         if self.view is not None or self._closing:
@@ -283,8 +244,7 @@ class MeshDriver:
         here = {self.slot} if self.slot else set()
         if self._node is not None:
             here |= {member.node for member in self._node.bootstrap.present(self._now())}
-        contacts = {mesh_slots.slot_name(a.host, a.port or 0) for a in self._start.contacts}
-        missing = {name for name in contacts if self._aliases.get(name, name) not in here}
+        missing = self._network.not_here(here) if self._network else set()
         self._say(mesh_words.never_met(here, missing, self._config.min_nodes, self._mesh.join_timeout_s))
         self._listener.job_over(exit_codes.UNAVAILABLE, "")
 
@@ -293,20 +253,13 @@ class MeshDriver:
     def _now(self) -> int:
         return time.monotonic_ns()
 
-    def _received(self, who: Identity, payload: bytes, _link: Link) -> None:
+    def _received(self, who: str, envelope: Envelope) -> None:
         node = self._node
         if node is None or self._worlds is None:
             return
-        if payload[:1] == MARK:
-            self._on_store(who.node, payload)
-            return
-        try:
-            envelope = self._decoder.decode(payload)
-        except msgspec.DecodeError:
-            return  # the transport counts frames; one of this job that is no message of ours is not worth a line
         message = envelope.message
         if message is None:
-            self._say(f"{who.node} reports: {envelope.report}")
+            self._say(f"{who} reports: {envelope.report}")
             self._farewell.report_came()
             return
         if isinstance(message, Hello | Welcome) and node.view is None and not message.brief.chain:
@@ -315,10 +268,10 @@ class MeshDriver:
             return
         if isinstance(message, Go) and envelope.store:
             self._worlds.told(message.generation, envelope.store)
-        self._carry_out(node.receive(self._now(), (who.node, envelope.incarnation), message))
+        self._carry_out(node.receive(self._now(), (who, envelope.incarnation), message))
         brief = getattr(message, "brief", None)
         if brief is not None and node.view is not None and node.view.mode == "closed" and brief.number >= node.view.number:
-            self._farewell.knows(who.node)
+            self._farewell.knows(who)
 
     def _check_wish(self, other: Member) -> None:
         """Two nodes that insist on one rank cannot both be served, and nobody but a person knows who is right."""
@@ -332,10 +285,10 @@ class MeshDriver:
             self._reactor.call_later(turn * CONFLICT_S / 5, lambda: self._send(other.node, hello))
         self._reactor.call_later(CONFLICT_S, lambda: self._listener.job_over(exit_codes.CONFIG, ""))
 
-    def _lost(self, who: Identity) -> None:
-        self.notify(fx.ConnectionLost(who.node))
+    def _lost(self, who: str) -> None:
+        self.notify(fx.ConnectionLost(who))
         if self.view is not None and self.view.mode == "closed":
-            self._farewell.knows(who.node)
+            self._farewell.knows(who)
 
     def _tick(self) -> None:
         self._timer = None
@@ -386,48 +339,22 @@ class MeshDriver:
                 self._listener.job_over(code, reason)
 
     def _send(self, to: str, message: Message | None, report: str = "") -> None:
-        if self._transport is None or self._node is None or self._worlds is None:
+        if self._network is None or self._node is None or self._worlds is None:
             return
         store = self._worlds.store(message.generation) if isinstance(message, Go) else ""
-        payload = self._encoder.encode(_Envelope(self._node.me().incarnation, message, store, report))
-        self._transport.send(self._aliases.get(to, to), payload)
+        self._network.send(to, Envelope(self._node.me().incarnation, message, store, report))
 
     def _probe(self, node: str) -> None:
-        """M2's plain connect, to wherever the slot is known to be: by its contact point, if no agent ever answered there."""
-        transport = self._transport
-        assert transport is not None
-
-        def known(outcome: Outcome) -> None:
-            if outcome in ("refused", "accepted"):
-                self.notify(fx.Connected(node, "refused" if outcome == "refused" else "open"))
-
-        contact = self._start.address_of(node)
-        if node in self._aliases or contact is None or contact.port is None:
-            transport.probe(self._aliases.get(node, node), known)
-            return
-        port = contact.port
-
-        def resolved(hosts: list[str], _reason: str) -> None:
-            if hosts:
-                probe_tcp(self._reactor, hosts[0], port, known)
-            else:
-                known("refused")  # a name that does not exist: no host, no agent
-
-        self._start.resolver.ask(contact.host, resolved)
+        assert self._network is not None
+        self._network.probe(node, lambda refused: self.notify(fx.Connected(node, "refused" if refused else "open")))
 
     def _adopt(self, view: View) -> None:
-        transport, node, worlds = self._transport, self._node, self._worlds
-        assert transport is not None and node is not None and worlds is not None
+        network, node, worlds = self._network, self._node, self._worlds
+        assert network is not None and node is not None and worlds is not None
         if self._join_timer:
             self._join_timer.cancel()
         worlds.adopt(view)
-        members = {member.node for member in view.members} - {self.slot}
-        for member in view.members:
-            if member.node != self.slot:
-                transport.connect(member.node, [parse_address(text) for text in member.addresses])
-        for gone in self._linked - members:
-            transport.forget(gone)
-        self._linked = members
+        network.link(view.members)
         slots = {*node.bootstrap.slots(), self.slot}
         line = mesh_words.adopted(view, self._view, self.slot, self._config.min_nodes, self._config.max_restarts, slots)
         self._view, self._view_at = view, time.time()
@@ -446,8 +373,10 @@ class MeshDriver:
                 self._say(mesh_words.dropped())
                 self._join_timer = self._reactor.call_later(self._mesh.join_timeout_s, self._never_met)
             return
-        silent = frozenset((*node.detector.down, *node.alerts.suspects()))
-        if view.mode == "closed" or not silent or node.is_quorum([m.node for m in view.members if m.node not in silent], ()):
+        if view.generation != self._others_done_in and node.reports.nodes("finished") - {self.slot}:
+            self._others_done_in = view.generation
+            self._listener.others_done(view.generation)
+        if not self._waits_for(node):
             if self._silent:
                 self._say("a majority of the nodes answers again")
             if self._silent_timer:
@@ -456,11 +385,21 @@ class MeshDriver:
         elif not self._silent and self._silent_timer is None:
             self._silent_timer = self._reactor.call_later(NO_MAJORITY_S, self._tell_silent)
 
+    def _waits_for(self, node: Node) -> frozenset[str]:
+        """Members that do not answer, when without them nothing can be decided; else nobody."""
+        view = node.view
+        if view is None or view.mode == "closed":
+            return frozenset()
+        silent = frozenset((*node.detector.down, *node.alerts.suspects()))
+        spent = (view.tiebreak,) if node.agreement.spent else ()
+        present = [member.node for member in view.members if member.node not in silent]
+        return frozenset() if not silent or node.is_quorum(present, spent) else silent
+
     def _tell_silent(self) -> None:
         self._silent_timer = None
         node = self._node
         if node is not None and node.view is not None and not self._closing:
-            self._silent = frozenset((*node.detector.down, *node.alerts.suspects()))
+            self._silent = self._waits_for(node)
             self._say(mesh_words.no_majority(node.view, self._silent, node.config.lease_ns / 1e9))
 
     # --- the end
@@ -482,7 +421,7 @@ class MeshDriver:
         if self._votes is not None:
             self._votes.write(None)
         self._start.close()
-        if self._transport is not None:
-            self._transport.close()
+        if self._network is not None:
+            self._network.close()
         self._node = None
         then()

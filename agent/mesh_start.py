@@ -9,7 +9,7 @@ States: *looking* (names are asked for), *placed* (`on_placed` was called; later
 
 import errno
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -76,21 +76,7 @@ class MeshStart:
 
     def place(self) -> Place:
         """Choose (again) where to stand: a port that was free a moment ago may be taken now."""
-        mesh = self._mesh
-        pairs = [(address.host, address.port or 0) for address in self.contacts]
-        here = mesh_slots.Here(socket.gethostname(), tuple(own_addresses()), self._answers)
-        given = self._remembered_port or (mesh.port if mesh.port_given else 0)
-        if not given and not (mesh.port_given and mesh.port == 0):
-            # A contact point on this host is meant for its agent, whatever the default port is.
-            own = [port for host, port in pairs if here.is_here(host)]
-            given = next((port for port in (*own, mesh.port) if can_listen(port)), 0)
-        port = given or rendezvous.choose_port()
-        named = tuple(dict.fromkeys(mesh_slots.slot_name(host, port) for host, port in pairs))
-        return Place(mesh_slots.own_slot(pairs, port, here), port, named)
-
-    def address_of(self, slot: str) -> Address | None:
-        """The contact point of this slot."""
-        return next((a for a in self.contacts if mesh_slots.slot_name(a.host, a.port or 0) == slot), None)
+        return choose_place(self._mesh, self.contacts, self._answers, self._remembered_port)
 
     def _contacts_known(self, addresses: tuple[Address, ...]) -> None:
         self.contacts = tuple(address for address in addresses if address.port)
@@ -114,6 +100,22 @@ class MeshStart:
         if not self._placed:
             self._placed = True
             self._on_placed(self.place())
+
+
+def choose_place(
+    mesh: MeshConfig, contacts: Sequence[Address], answers: Mapping[str, Sequence[str]], remembered_port: int = 0
+) -> Place:
+    """Slot and port of an agent here. `contacts` have ports; `answers` are the addresses behind their names, as far as known."""
+    pairs = [(address.host, address.port or 0) for address in contacts]
+    here = mesh_slots.Here(socket.gethostname(), tuple(own_addresses()), answers)
+    port = remembered_port or (mesh.port if mesh.port_given else 0)
+    if not port and not mesh.port_given:
+        # A contact point on this host is meant for its agent, whatever the default port is.
+        own = [port for host, port in pairs if here.is_here(host)]
+        port = next((port for port in (*own, mesh.port) if can_listen(port)), 0)
+    port = port or rendezvous.choose_port()
+    named = tuple(dict.fromkeys(mesh_slots.slot_name(host, port) for host, port in pairs))
+    return Place(mesh_slots.own_slot(pairs, port, here), port, named)
 
 
 def can_listen(port: int) -> bool:

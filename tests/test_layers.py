@@ -31,7 +31,13 @@ AGENT_LAYERS = {
     "attempt": 7,
     "mesh_slots": 1,
     "vote_file": 1,
+    "mesh_words": 2,
+    "mesh_worlds": 4,
+    "mesh_start": 5,
+    "mesh_network": 6,
+    "mesh_farewell": 4,
     "mesh_driver": 7,
+    "first_failure": 7,
     "agent": 8,
 }
 PURE = ("agent/policy", "agent/mesh", "agent/workers/group.py", "agent/workers/ladder.py", "agent/workers/lines.py")

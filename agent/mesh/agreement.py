@@ -38,6 +38,16 @@ from hyperpodrun.agent.wire.mesh import (
     Vote,
 )
 
+Phase = Literal["idle", "roll", "accept"]
+TABLE: dict[tuple[Phase, str], Phase] = {
+    ("idle", "something asks for a view and it is my turn"): "roll",
+    ("roll", "a quorum has promised and nobody is waited for: a value"): "accept",
+    ("roll", "nothing to change, no quorum in time, or a higher ballot"): "idle",
+    ("accept", "a quorum has accepted: decided"): "idle",
+    ("accept", "no quorum in time, or a higher ballot"): "idle",
+}
+"""(phase of the proposer, what happens) -> phase."""
+
 
 class Council(Protocol):
     """What the agreement asks of the node that composes it."""
@@ -78,18 +88,23 @@ class Agreement:
         self.accepted: Accepted | None = None
         self.spent = False
         self.accepted_ns = 0
-        self.phase: Literal["idle", "roll", "accept"] = "idle"
+        self.phase: Phase = "idle"
         self.not_before_ns = 0
         self.decision: View | None = None
         self.promises: dict[str, Promise] = {}
+        self._reported = False
         self._votes: dict[str, bool] = {}
         self._ballot = ZERO
         self._value: View | None = None
         self._highest = ZERO
-        self._tries = 0
+        self.tries = 0
+        self.failures = 0
+        """Roll calls of this agent that found no quorum."""
+        self.recovering = False
         self._quorum_ns: int | None = None
         self._close_ns = 0
         self._resend_ns = 0
+        self._asks = 0
 
     def begin(self, now: int, view: View | None, digest: str, vote: Vote | None = None) -> None:
         """Vote on what follows `view` (None: on view 0). `vote`: the file of an earlier life of this agent."""
@@ -101,7 +116,26 @@ class Agreement:
         self.phase = "idle"
         self.not_before_ns = now
         self.decision = None
-        self._tries = 0
+        self.tries = self.failures = 0
+
+    def enlist(self, parent: str) -> None:
+        """Without a view: vote on the successor of somebody else's (A11). What was accepted for another parent was never
+        decided: it
+        needed this vote and that of whoever asks now, who is further on."""
+        self.parent = parent
+        if self.accepted is not None and self.accepted.view.parent != parent:
+            self.accepted = None
+
+    def hurry(self, now: int) -> None:
+        """What was in the way is gone: ask again now, the closed roster if there is no quorum."""
+        self.phase = "idle"
+        self.failures = 1
+        self.not_before_ns = now
+
+    @property
+    def epoch(self) -> int:
+        """That of this agent's own ballot: a view it proposes has it."""
+        return self._ballot.epoch
 
     @property
     def open(self) -> bool:
@@ -145,26 +179,34 @@ class Agreement:
         return [*effects, Send(source[0], AcceptedMsg(self.parent, ballot, self.spent))]
 
     def _saw(self, now: int, ballot: Ballot) -> None:
-        """Somebody else proposes: step back if it is ahead (A3)."""
-        if ballot > self._highest:
-            self._highest = ballot
-            if (ballot.node, ballot.incarnation) != self._me:
-                self.not_before_ns = max(self.not_before_ns, now + self._config.yield_ns)
+        """Somebody else proposes: step back while it is ahead and at it (A3). Its repeated asking counts, or two candidates would
+        interrupt each other for ever when neither is answered at once."""
+        if ballot < self._highest:
+            return
+        self._highest = ballot
+        if (ballot.node, ballot.incarnation) != self._me:
+            self.not_before_ns = max(self.not_before_ns, now + self._config.yield_ns)
         if self.phase != "idle" and ballot > self._ballot:
             self.phase = "idle"
+            self.failures += self._quorum_ns is None
 
     # --- the proposer
 
-    def propose(self, now: int) -> list[Effect]:
-        """Open a roll call with a new ballot."""
-        self._ballot = Ballot(max(self._highest.round, self.promised.round) + 1, *self._me)
+    def propose(self, now: int, recover: bool = False) -> list[Effect]:
+        """Open a roll call with a new ballot. `recover`: of the closed roster, in a new epoch (A11)."""
+        highest = max(self._highest, self.promised)
+        own = self.view.epoch if self.view is not None else 0
+        self.recovering = recover
+        self._ballot = Ballot(max(highest.epoch, own + recover), highest.round + 1, *self._me)
         self._highest = self.promised = self._ballot
         self.phase = "roll"
         self._quorum_ns = None
+        self._asks = 0
         self._close_ns = now + self._config.ballot_ns
         self._resend_ns = now + self._config.resend_ns
         effects: list[Effect] = [Persist(self.vote())]
         self.promises = {self._me[0]: self._promise(self._ballot)}
+        self._reported = self.accepted is not None
         prepare = Prepare(self._council.brief(), self.parent, self._ballot)
         effects += (Send(node, prepare) for node in self._council.electorate() if node != self._me[0])
         return effects + self._roll(now)
@@ -174,6 +216,7 @@ class Agreement:
         if message.ballot != self._ballot or self.phase != "roll":
             return []
         self.promises[source[0]] = message
+        self._reported = self._reported or message.accepted is not None
         return self._roll(now)
 
     def on_nack(self, now: int, message: Nack) -> list[Effect]:
@@ -186,6 +229,10 @@ class Agreement:
 
     def _roll(self, now: int) -> list[Effect]:
         """Close the roll call when it may be closed (A4)."""
+        if (decided := self._decided_already()) is not None:
+            self.phase = "idle"
+            self.decision = decided
+            return []
         if not self._council.is_quorum(self.promises, self._spent()):
             return []
         if self._quorum_ns is None:
@@ -202,14 +249,33 @@ class Agreement:
             return []
         return self._ask(now, value)
 
+    def _decided_already(self) -> View | None:
+        """A value that a quorum is now known to have accepted under one ballot is decided, even if whoever counted it is
+        gone. Its proposer
+        had accepted it before it asked anybody; whether that one could use its tiebreak nobody can say any more."""
+        if not self._reported:
+            return None
+        under: dict[Ballot, set[str]] = {}
+        for node, promise in self.promises.items():
+            if promise.accepted is not None:
+                ballot = promise.accepted.ballot
+                under.setdefault(ballot, {ballot.node}).add(node)
+        for promise in self.promises.values():
+            accepted = promise.accepted
+            if accepted is not None and not self.recovering:
+                known = under[accepted.ballot]
+                if self._council.is_quorum(known, [accepted.ballot.node, *self._spent()]):
+                    return accepted.view
+        return None
+
     def _rest(self, now: int) -> None:
         """Nothing to change: do not ask again at once."""
         self.phase = "idle"
-        self._tries += 1
+        self.tries += 1
         self.not_before_ns = max(self.not_before_ns, now + self._backoff_ns())
 
     def _backoff_ns(self) -> int:
-        most = min(self._config.backoff_cap_ns, 200 * MS << min(self._tries, 8))
+        most = min(self._config.backoff_cap_ns, 200 * MS << min(self.tries, 8))
         return most // 2 + self._rng.randrange(most)
 
     def _ask(self, now: int, value: View) -> list[Effect]:
@@ -256,18 +322,21 @@ class Agreement:
             if self.phase != "roll":
                 return effects
         if now >= self._close_ns:
+            self.failures += self._quorum_ns is None
             self._rest(now)
             return []
         if now < self._resend_ns:
             return []
         self._resend_ns = now + self._config.resend_ns
-        answered: Collection[str] = self.promises if self.phase == "roll" else self._votes
+        self._asks += 1
+        # Now and then everybody: whoever has answered yields only while it hears that this proposer is still at it.
+        answered: Collection[str] = () if self._asks % 3 == 0 else self.promises if self.phase == "roll" else self._votes
         ask: Prepare | Accept
         if self.phase == "accept" and self._value is not None:
             ask = Accept(self.parent, self._ballot, self._value)
         else:
             ask = Prepare(self._council.brief(), self.parent, self._ballot)
-        return [Send(node, ask) for node in self._council.electorate() if node not in answered]
+        return [Send(node, ask) for node in self._council.electorate() if node not in answered and node != self._me[0]]
 
     def validate(self) -> None:
         """Raise ValueError when an invariant is broken."""

@@ -16,6 +16,15 @@ from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.wire.mesh import Brief, Go, Ready, View
 
 State = Literal["idle", "stopping", "ready", "gone"]
+TABLE: dict[tuple[State, str], State] = {
+    ("idle", "a generation with me, old workers here"): "stopping",
+    ("idle", "a generation with me, none here"): "ready",
+    ("stopping", "they are gone"): "ready",
+    ("ready", "GO (the leader: all are ready and no ghost is left)"): "gone",
+    ("gone", "the next generation, old workers here"): "stopping",
+    ("gone", "a view without me in its world"): "idle",
+}
+"""(state, what happens) -> state."""
 
 
 class Barrier:
@@ -106,6 +115,11 @@ class Barrier:
         if self.state in ("ready", "stopping") and self.leads:
             return self._since_ns + self._config.barrier_ns
         return None
+
+    def overdue(self, now: int) -> tuple[str, ...]:
+        """Active members that are still not ready, as the leader sees it; the time starts again."""
+        self._since_ns = now
+        return self.missing()
 
     def missing(self) -> tuple[str, ...]:
         """Active members that are not ready, as the leader sees it."""

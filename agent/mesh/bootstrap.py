@@ -19,7 +19,6 @@ import random
 
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.effects import Connect, Effect, Send
-from hyperpodrun.agent.mesh.rings import position
 from hyperpodrun.agent.wire.mesh import Brief, Hello, Member
 
 
@@ -125,6 +124,10 @@ class Bootstrap:
                 return None
             closed = len(config.roster) == config.slots
             return now if everyone or closed else self._started_ns + config.absent_ns
-        ordered = sorted((self._me, *(m.node for m in here)), key=lambda node: position("view 0", node))
+        # The first names are the contact points, who hear of everyone; whoever of them is not there is passed over.
+        there = {self._me, *(member.node for member in here)}
+        ordered = [node for node in config.roster if node in there]
+        if self._me not in ordered:
+            return None
         wait = 0 if everyone else config.join_window_ns
         return self._enough_ns + wait + ordered.index(self._me) * config.stagger_ns

@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
 from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.mesh.succession import RollCall, genesis, successor
 from hyperpodrun.agent.wire.mesh import Item, Probe, Promise, View
+
+replace = msgspec.structs.replace
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh.node import Node
@@ -38,10 +41,25 @@ def convene(agent: Node, now: int) -> list[Effect]:
     effects: list[Effect] = []
     if agent.view is not None:
         effects += (Send(j.node, Probe(agent.here)) for j in agent.reports.joiners(now))
-    return effects + agent.agreement.propose(now)
+    return effects + agent.agreement.propose(now, stranded(agent))
+
+
+def stranded(agent: Node) -> bool:
+    """The last roll call found no quorum: ask the closed roster, every other time (A11)."""
+    known = agent.view is not None and len(agent.slots()) == agent.config.slots
+    return known and agent.agreement.failures % 2 == 1
+
+
+def waits_for(agent: Node) -> tuple[str, ...]:
+    """Whom this agent cannot go on without, for people: those who did not answer its last roll call if that found no quorum."""
+    agreement = agent.agreement
+    if agent.view is None or not agreement.failures:
+        return ()
+    return tuple(member.node for member in agent.view.members if member.node not in agreement.promises)
 
 
 def turn_at(agent: Node, now: int) -> int | None:
+    """When this agent should propose if nobody else does; None: nothing asks for a view."""
     if agent.view is None:
         return agent.bootstrap.form_at(now) if agent.works.state == "none" else None
     config = agent.config
@@ -78,19 +96,44 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
     view = agent.view
     if view is None:
         members = tuple(promise.me for _, promise in sorted(promises.items()))
-        return genesis(agent.config, members, f"{agent.rng.getrandbits(64):016x}")
+        return replace(genesis(agent.config, members, f"{agent.rng.getrandbits(64):016x}"), epoch=agent.agreement.epoch)
     agent.alerts.settle(now)
     reports = agent.reports
     roll = RollCall(
         answered=frozenset(promises),
         accused=frozenset(agent.alerts.suspects()),
         convicted=agent.alerts.certain(now, agent.config.one_way_ns) | mute(agent, now, promises),
-        unready=reports.nodes("unready"), leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
+        unready=reports.nodes("unready"), certified=reports.nodes("dead"),
+        leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
         joiners=tuple(j for j in reports.joiners(now) if j.source in agent.acked),
         failures=reports.of("failed"), restarts=reports.of("restart"),
         started=agent.barrier.state == "gone", fence_over=agent.works.fence_over(now), settled=agent.works.settled(now),
     )  # fmt: skip
-    return successor(agent.config, view, agent.digest, roll)
+    if agent.agreement.recovering:
+        nxt = in_epoch(successor(agent.config, view, agent.digest, of_all(agent, roll, promises)), agent.agreement.epoch)
+        return past_the_lost(nxt)
+    return in_epoch(successor(agent.config, view, agent.digest, roll), agent.agreement.epoch)
+
+
+def in_epoch(view: View | None, epoch: int) -> View | None:
+    """The view with the epoch of the ballot that proposes it."""
+    return None if view is None else replace(view, epoch=epoch)
+
+
+def past_the_lost(view: View | None) -> View | None:
+    """After a recovery: views that only the dead knew of may have had generations, and checkpoints, of their own. Theirs stay
+    below 2^20 an epoch.
+    """
+    return None if view is None else replace(view, generation=max(view.generation, view.epoch << 20))
+
+
+def of_all(agent: Node, roll: RollCall, promises: Mapping[str, Promise]) -> RollCall:
+    """The roll call of the closed roster (A11): members that are there with their vote files stay, new incarnations join,
+    nobody else.
+    """
+    stay = frozenset(node for node, promise in promises.items() if agent.sources.get(node) == promise.me.incarnation)
+    fresh = tuple(promise.me for node, promise in sorted(promises.items()) if node not in stay)
+    return replace(roll, answered=stay, convicted=frozenset(agent.sources) - stay, joiners=fresh)
 
 
 def mute(agent: Node, now: int, promises: Mapping[str, Promise]) -> frozenset[str]:

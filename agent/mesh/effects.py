@@ -92,7 +92,7 @@ class Connected(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkersGone(msgspec.Struct, frozen=True, gc=False):
-    """No worker of `generation` or before runs here."""
+    """The answer to StopWorkers: no worker of `generation` or before runs here."""
 
     generation: int
 
@@ -121,4 +121,12 @@ class RestartAsked(msgspec.Struct, frozen=True, gc=False):
     detail: str
 
 
-Event = ConnectionLost | Connected | WorkersGone | WorkersFailed | WorkersFinished | LeaveAsked | RestartAsked
+class CertifyDead(msgspec.Struct, frozen=True, gc=False):
+    """The scheduler, or a person (`hyperpodctl certify-dead`), vouches that nothing runs in this slot and nothing of it comes
+    back (A11).
+    """
+
+    node: str
+
+
+Event = ConnectionLost | Connected | WorkersGone | WorkersFailed | WorkersFinished | LeaveAsked | RestartAsked | CertifyDead

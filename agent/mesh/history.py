@@ -7,6 +7,7 @@ or not its ancestors are known.
 States: none. Invariants: `views` are consecutive and linked.
 """
 
+import itertools
 from collections import deque
 
 from hyperpodrun.agent.mesh.view import digest_of
@@ -39,7 +40,7 @@ def follows(view: View, digest: str, nxt: View) -> bool:
 
 def linked(views: tuple[View, ...]) -> bool:
     """Whether these are consecutive views of one chain."""
-    return all(follows(a, digest_of(a), b) for a, b in zip(views, views[1:], strict=False))
+    return all(follows(a, digest_of(a), b) for a, b in itertools.pairwise(views))
 
 
 def holds(view: View, source: Source) -> bool:

@@ -70,6 +70,7 @@ def compare(agent: Node, now: int, source: Source, brief: Brief) -> list[Effect]
 
 
 def tell_behind(agent: Node, now: int, node: str, number: int) -> list[Effect]:
+    """Send what was decided after `number`, not more often than asks are repeated."""
     if now < agent.told_ns.get(node, 0):
         return []
     agent.told_ns[node] = now + agent.config.resend_ns
@@ -90,19 +91,23 @@ def meet(agent: Node, now: int, node: str, theirs: Brief) -> list[Effect]:
 
 
 def on_heartbeat(agent: Node, now: int, source: Source, message: Heartbeat) -> list[Effect]:
+    """Where a subject stands, and gossip."""
     return compare(agent, now, source, message.brief) + voice.take_items(agent, now, message.items)
 
 
 def on_probe(agent: Node, now: int, source: Source, message: Probe) -> list[Effect]:
+    """Answer at once."""
     return [Send(source[0], Ack(agent.here)), *compare(agent, now, source, message.brief)]
 
 
 def on_ack(agent: Node, now: int, source: Source, message: Ack) -> list[Effect]:
+    """Somebody is there: a joiner that was probed, or a member."""
     agent.acked[source] = now
     return compare(agent, now, source, message.brief)
 
 
 def on_reports(agent: Node, now: int, source: Source, message: ReportsMsg) -> list[Effect]:
+    """Alerts and reports for a candidate."""
     return compare(agent, now, source, message.brief) + voice.take_items(agent, now, message.items)
 
 
@@ -110,48 +115,72 @@ def votes(agent: Node, source: Source, parent: str) -> bool:
     """Whether a message of the agreement concerns the decision this agent takes part in, from somebody who does too."""
     if parent != agent.agreement.parent or agent.ended:
         return False
-    return agent.view is None or agent.sources.get(source[0]) == source[1]
+    if agent.view is None or agent.sources.get(source[0]) == source[1]:
+        return True
+    return agent.agreement.recovering and source[0] in agent.slots()
 
 
 def on_prepare(agent: Node, now: int, source: Source, message: Prepare) -> list[Effect]:
+    """A roll call (A4)."""
+    if agent.view is None:
+        return _prepare_joining(agent, now, source, message)
     if votes(agent, source, message.parent):
-        if agent.view is None and (agent.works.state != "none" or agent.bootstrap.knows_view(now)):
-            return []
         return agent.agreement.on_prepare(now, source, message)
-    if agent.view is not None and not message.parent:
+    if not message.parent:
         return tell_behind(agent, now, source[0], -1)
     return compare(agent, now, source, message.brief)
 
 
+def _prepare_joining(agent: Node, now: int, source: Source, message: Prepare) -> list[Effect]:
+    """Without a view: the roll call for view 0 (A10), or one of the closed roster by members that lost their quorum (A11)."""
+    if agent.ended or agent.works.state != "none":
+        return []
+    recovery = message.parent != "" and message.ballot.epoch > 0
+    if not recovery and (message.parent != "" or agent.bootstrap.knows_view(now)):
+        return compare(agent, now, source, message.brief)
+    if message.parent != agent.agreement.parent:
+        if message.ballot <= agent.agreement.promised:
+            return []
+        agent.agreement.enlist(message.parent)
+    return agent.agreement.on_prepare(now, source, message)
+
+
 def on_promise(agent: Node, now: int, source: Source, message: Promise) -> list[Effect]:
+    """A voter is there, and what it knows."""
     if not votes(agent, source, message.parent):
         return []
     return voice.take_items(agent, now, message.items) + agent.agreement.on_promise(now, source, message)
 
 
 def on_nack(agent: Node, now: int, source: Source, message: Nack) -> list[Effect]:
+    """A voter has promised more."""
     return agent.agreement.on_nack(now, message) if votes(agent, source, message.parent) else []
 
 
 def on_accept(agent: Node, now: int, source: Source, message: Accept) -> list[Effect]:
+    """Phase 2 (A7)."""
     return agent.agreement.on_accept(now, source, message) if votes(agent, source, message.parent) else []
 
 
 def on_accepted(agent: Node, now: int, source: Source, message: AcceptedMsg) -> list[Effect]:
+    """A voter has accepted."""
     if votes(agent, source, message.parent):
         agent.agreement.on_accepted(source, message)
     return []
 
 
 def on_decided(agent: Node, now: int, source: Source, message: Decided) -> list[Effect]:
+    """A proposer tells."""
     return standing.learn(agent, now, source, (message.view,), False)
 
 
 def on_chain(agent: Node, now: int, source: Source, message: Chain) -> list[Effect]:
+    """What this agent lacked."""
     return standing.learn(agent, now, source, message.views, True)
 
 
 def on_pull(agent: Node, now: int, source: Source, message: Pull) -> list[Effect]:
+    """Somebody lacks something."""
     if agent.view is None or message.chain != agent.view.chain:
         return []
     views = agent.history.after(message.number)
@@ -159,6 +188,7 @@ def on_pull(agent: Node, now: int, source: Source, message: Pull) -> list[Effect
 
 
 def on_beat(agent: Node, now: int, source: Source, message: Beat) -> list[Effect]:
+    """A member asks for a lease (A9)."""
     effects = compare(agent, now, source, message.brief)
     if agent.sources.get(source[0]) == source[1]:
         effects += agent.lease.on_beat(now, source[0], message, agent.agreement.open)
@@ -166,12 +196,14 @@ def on_beat(agent: Node, now: int, source: Source, message: Beat) -> list[Effect
 
 
 def on_grant(agent: Node, now: int, source: Source, message: Grant) -> list[Effect]:
+    """A candidate answers."""
     if agent.sources.get(source[0]) == source[1] and agent.lease.on_grant(now, source[0], message):
         return agent.lease.beats(now, source[:1], agent.here, agent.agreement.open)
     return []
 
 
 def on_ready(agent: Node, now: int, source: Source, message: Ready) -> list[Effect]:
+    """A member stands at the barrier (A8)."""
     effects = compare(agent, now, source, message.brief)
     if agent.sources.get(source[0]) == source[1]:
         effects += agent.barrier.on_ready(now, source[0], message, agent.here)
@@ -179,12 +211,14 @@ def on_ready(agent: Node, now: int, source: Source, message: Ready) -> list[Effe
 
 
 def on_go(agent: Node, now: int, source: Source, message: Go) -> list[Effect]:
+    """Everyone does."""
     if agent.sources.get(source[0]) == source[1]:
         agent.barrier.on_go(message)
     return compare(agent, now, source, message.brief)
 
 
 def on_hello(agent: Node, now: int, source: Source, message: Hello) -> list[Effect]:
+    """Somebody without a view wants in, or one with a view knocks at a slot it lost (A10)."""
     view, node = agent.view, source[0]
     if view is None:
         agent.bootstrap.met(now, message.member, message.settled, message.knows, ())
@@ -209,12 +243,14 @@ def on_hello(agent: Node, now: int, source: Source, message: Hello) -> list[Effe
 
 
 def welcome(agent: Node, now: int, to: str) -> Effect:
+    """The answer to Hello."""
     order = convening.order_of_trust(agent)[:DIRECT] if agent.view is not None else ()
     knows = agent.view.members[:32] if agent.view is not None else agent.bootstrap.recent(now)
     return Send(to, Welcome(agent.here, agent.member, knows, order))
 
 
 def on_welcome(agent: Node, now: int, source: Source, message: Welcome) -> list[Effect]:
+    """The answer to mine."""
     if agent.view is None:
         agent.bootstrap.met(now, message.member, bool(message.brief.chain), message.knows, message.candidates)
         return []
@@ -223,6 +259,7 @@ def on_welcome(agent: Node, now: int, source: Source, message: Welcome) -> list[
 
 HANDLERS: dict[type, Callable[[Node, int, Source, Any], list[Effect]]] = {
     Heartbeat: on_heartbeat, Probe: on_probe, Ack: on_ack, ReportsMsg: on_reports, Prepare: on_prepare, Promise: on_promise,
-    Nack: on_nack, Accept: on_accept, AcceptedMsg: on_accepted, Decided: on_decided, Pull: on_pull, Chain: on_chain, Beat: on_beat,
+    Nack: on_nack, Accept: on_accept, AcceptedMsg: on_accepted, Decided: on_decided, Pull: on_pull, Chain: on_chain, Beat:
+    on_beat,
     Grant: on_grant, Ready: on_ready, Go: on_go, Hello: on_hello, Welcome: on_welcome,
 }  # fmt: skip

@@ -23,6 +23,7 @@ from hyperpodrun.agent.mesh.bootstrap import Bootstrap
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.detector import Detector
 from hyperpodrun.agent.mesh.effects import (
+    CertifyDead,
     Connected,
     ConnectionLost,
     Effect,
@@ -41,7 +42,7 @@ from hyperpodrun.agent.mesh.gossip import Gossip
 from hyperpodrun.agent.mesh.history import History, holds
 from hyperpodrun.agent.mesh.inbox import NEVER
 from hyperpodrun.agent.mesh.lease import Lease
-from hyperpodrun.agent.mesh.quorum import is_genesis_quorum, is_quorum
+from hyperpodrun.agent.mesh.quorum import is_genesis_quorum, is_quorum, is_recovery_quorum
 from hyperpodrun.agent.mesh.reports import Reports
 from hyperpodrun.agent.mesh.rings import Rings, rings
 from hyperpodrun.agent.mesh.view import brief_of, digest_of
@@ -122,8 +123,10 @@ class Node:
     def tick(self, now: int) -> Effects:
         """Time has passed."""
         effects, self.first = self.first, []
-        if not self.ended or self.view is not None:
+        if not self.ended:
             effects += self._timers(now)
+        elif self._lingers and now >= self.heartbeat_ns:
+            effects += self._round(now)
         return self._finish(now, effects)
 
     def receive(self, now: int, source: Source, message: Message) -> Effects:
@@ -136,6 +139,8 @@ class Node:
                 and node not in self.lagging
             ):  # fmt: skip
                 return ()
+        if self.ended and not self._lingers:
+            return ()
         effects: list[Effect] = []
         handler = inbox.HANDLERS.get(type(message))
         if handler is not None:
@@ -156,15 +161,28 @@ class Node:
 
     def is_quorum(self, nodes: Collection[str], spent: Collection[str]) -> bool:
         """A1, or A10 for view 0."""
+        if self.agreement.recovering:
+            return is_recovery_quorum(self.config, self.slots(), self.reports.nodes("dead"), nodes)
         if self.view is None:
             return is_genesis_quorum(self.config, nodes)
         return is_quorum(self.view, nodes, self.view.tiebreak not in spent)
 
     def electorate(self) -> tuple[str, ...]:
-        """All members, suspects too (A4); for view 0 everyone present."""
+        """All members, suspects too (A4); in a recovery every slot; for view 0 everyone present."""
+        if self.agreement.recovering:
+            return self.slots()
         if self.view is not None:
             return tuple(member.node for member in self.view.members)
         return tuple(member.node for member in self.bootstrap.present(self.proposed_ns))
+
+    def slots(self) -> tuple[str, ...]:
+        """Every slot of the job whose name is known here."""
+        return tuple(sorted((self.member.node, *self.bootstrap.slots())))
+
+    @property
+    def _lingers(self) -> bool:
+        """Ended with the job, not by leaving: still tells others that it is closed, until the driver ends the process."""
+        return self.ended and self.view is not None and self.view.mode == "closed"
 
     def _timers(self, now: int) -> list[Effect]:
         effects: list[Effect] = []
@@ -184,8 +202,8 @@ class Node:
                 self.repeat_gap_ns = min(2 * self.repeat_gap_ns, 5 * self.config.beat_ns)
                 effects += voice.tell(self, tuple(self.reports.mine.values()))
             if (late := self.barrier.late_ns()) is not None and now >= late:
-                for node in self.barrier.missing():
-                    voice.accuse_unready(self, now, node)
+                for node in self.barrier.overdue(now):
+                    effects += voice.accuse_unready(self, now, node)
             if self.works.state == "running" and not self.lease.valid(now):
                 effects += self._fence(now)
             if self.leave_by_ns is not None and now >= self.leave_by_ns:
@@ -211,6 +229,7 @@ class Node:
         return effects
 
     def brief_now(self, now: int) -> Brief:
+        """Where this agent stands at this moment."""
         if self.view is None:
             return NOWHERE
         live = self.view.mode == "run" and self.works.state == "running" and self.lease.valid(now)
@@ -220,7 +239,7 @@ class Node:
         """What follows from whatever was just done; at the end of every door."""
         for subject, down, loud in self.detector.verdicts():
             effects += voice.accuse(self, now, subject, down, loud)
-        if self.view is not None or not self.ended:
+        if not self.ended:
             effects += convening.convene(self, now)
         if self.agreement.decision is not None:
             effects += standing.take_decision(self, now)
@@ -245,8 +264,10 @@ class Node:
         dues: list[int | None] = [self.agreement.due_ns(), self.convene_ns]
         if self.first:
             return now
+        if self.ended:
+            return self.heartbeat_ns if self._lingers else NEVER
         if view is None:
-            if self.works.state == "none" and not self.ended:
+            if self.works.state == "none":
                 dues.append(self.bootstrap.due_ns)
         else:
             dues += (
@@ -279,6 +300,8 @@ class Node:
                     return voice.say(self, now, "finished", "")
             case RestartAsked(detail):
                 return voice.say(self, now, "restart", detail)
+            case CertifyDead(node):
+                return voice.certify(self, now, node)
             case LeaveAsked():
                 return self._leave(now)
         return []
@@ -314,9 +337,11 @@ class Node:
         return effects if self.works.state != "none" else voice.say(self, now, "leaving", "asked to leave")
 
     def note(self, now: int, text: str) -> None:
+        """Into the story, without a cause."""
         self.told.append((now, "", text))
 
     def cause(self, now: int, text: str) -> str:
+        """Into the story; the id by which effects name it."""
         self.causes += 1
         cause = f"{self.member.node}#{self.causes}"
         self.told.append((now, cause, text))
@@ -344,6 +369,10 @@ class Node:
     def choose(self, now: int, promises: Mapping[str, Promise]) -> View | None:
         """A5."""
         return convening.choose(self, now, promises)
+
+    def waits_for(self) -> tuple[str, ...]:
+        """Without a quorum: whom this agent waits for (`hyperpodctl certify-dead`, A11). () while it can go on."""
+        return convening.waits_for(self)
 
     def testimony(self) -> tuple[Item, ...]:
         """My own alerts and all pending reports."""

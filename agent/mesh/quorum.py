@@ -4,6 +4,10 @@ Theory: two quorums of one view always share a member. Two majorities do; a half
 two halves that both hold the tiebreak do. Taking quorums away (a spent tiebreak, `may_tiebreak=False`) keeps that
 true.
 
+When no quorum is left (A11), the closed roster may decide: every slot that is not certified dead. That shares a
+living member with every quorum that still has one; a quorum of which all are gone can have told nobody who is still
+there and would not say so.
+
 View 0 has no members to ask (A10): `Genesis` decides it by slots.
 """
 
@@ -19,6 +23,8 @@ def is_quorum(view: View, nodes: Collection[str], may_tiebreak: bool) -> bool:
     `may_tiebreak`: the tiebreak's vote, if it is among `nodes`, may count for the half: false once its agent restarted in
     this view, because it cannot know what a recovery decided while it was away.
     """
+    if 2 * len(nodes) < len(view.members):
+        return False
     votes = 0
     tiebreak = False
     for member in view.members:
@@ -38,3 +44,8 @@ def is_genesis_quorum(config: MeshConfig, nodes: Collection[str]) -> bool:
         here = sum(1 for node in config.roster if node in nodes)
         return here >= config.min_nodes and 2 * here > config.slots
     return config.first_contact in nodes and len(nodes) >= config.min_nodes
+
+
+def is_recovery_quorum(config: MeshConfig, slots: Collection[str], certified: Collection[str], nodes: Collection[str]) -> bool:
+    """True when `nodes` are all of the job's `slots` but those certified dead, and every slot is known by name."""
+    return len(slots) == config.slots and all(slot in nodes or slot in certified for slot in slots)

@@ -35,7 +35,11 @@ class Reports:
 
     def _matters(self, report: Report) -> bool:
         view = self._view
-        if view is None or report.about not in self._sources or view.mode == "closed":
+        if view is None or view.mode == "closed":
+            return False
+        if report.kind == "dead":
+            return report.about in self._sources or all(report.about[0] != node for node, _ in self._sources)
+        if report.about not in self._sources:
             return False
         if report.kind == "leaving":
             return True
@@ -83,7 +87,8 @@ class Reports:
         view = self._view
         if view is None or view.mode == "closed":
             return None
-        firsts = [first for report, first in self._table.values() if report.kind != "finished"]
+        firsts = [first for report, first in self._table.values() if report.kind not in ("finished", "dead")]
+        firsts += (first for report, first in self._table.values() if report.kind == "dead" and report.about in self._sources)
         if view.mode == "run" and view.order and self.nodes("finished").issuperset(view.order):
             firsts.append(max(first for report, first in self._table.values() if report.kind == "finished"))
         at = min(firsts) + self._config.report_quiet_ns if firsts else None

@@ -73,7 +73,12 @@ def learn(agent: Node, now: int, source: Source, views: tuple[View, ...], may_ju
 
 
 def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
-    """A8."""
+    """A8. Not, however, one of an older epoch than this agent accepted another in for the same place: a late word from the
+    dead (A11).
+    """
+    accepted = agent.agreement.accepted
+    if accepted is not None and accepted.ballot.epoch > nxt.epoch and accepted.view.number == nxt.number and accepted.view != nxt:
+        return []
     digest = digest_of(nxt)
     cause = agent.cause(now, f"view {nxt.number} generation {nxt.generation} {nxt.mode}: {nxt.reason}")
     if not holds(nxt, agent.member.source):
@@ -142,6 +147,7 @@ def rejoin(agent: Node, now: int, why: str) -> list[Effect]:
 
 
 def end(agent: Node, now: int, code: int, reason: str) -> list[Effect]:
+    """The job is over for this agent. In a closed job it goes on telling so until the driver ends the process."""
     agent.ended = True
     agent.leave_by_ns = None
     cause = agent.cause(now, f"ends with code {code}: {reason}")

@@ -29,6 +29,8 @@ class RollCall(msgspec.Struct, frozen=True, kw_only=True):
     convicted: frozenset[str] = frozenset()
     """At least H alerts, or no answer to roll calls, for `one_way_ns`."""
     unready: frozenset[str] = frozenset()
+    certified: frozenset[str] = frozenset()
+    """Vouched for to be dead for good (A11); nothing of theirs runs."""
     leaving: frozenset[str] = frozenset()
     finished: frozenset[str] = frozenset()
     joiners: tuple[Member, ...] = ()
@@ -45,7 +47,7 @@ class RollCall(msgspec.Struct, frozen=True, kw_only=True):
 def keeps(member: Member, roll: RollCall, reborn: frozenset[str]) -> bool:
     """Whether a member of the view stays in the next one."""
     node = member.node
-    if node in roll.leaving or node in reborn or node in roll.convicted or node in roll.unready:
+    if node in roll.leaving or node in reborn or node in roll.convicted or node in roll.unready or node in roll.certified:
         return False
     return node in roll.answered or node not in roll.accused
 
@@ -59,7 +61,8 @@ def genesis(config: MeshConfig, members: tuple[Member, ...], chain: str) -> View
     absent = tuple(node for node in config.roster if node not in here) or ("",)
     return View(
         chain=chain, epoch=0, number=0, generation=0, parent="", members=_with_roles(members, order),
-        tiebreak=_tiebreak(config, order, members, ""), order=order, mode="run", fence=absent if len(members) < config.slots else (),
+        tiebreak=_tiebreak(config, order, members, ""), order=order, mode="run",
+        fence=absent if len(members) < config.slots else (),
         reason="the job starts",
     )  # fmt: skip
 
@@ -94,7 +97,7 @@ def successor(config: MeshConfig, view: View, digest: str, roll: RollCall) -> Vi
         mode = "hold"
     elif restart:
         mode, generation = "run", view.generation + 1
-    confirmed = roll.leaving | reborn
+    confirmed = roll.leaving | reborn | roll.certified
     unknown = {m.node for m in gone if m.role == "active"} | set(() if roll.fence_over else view.fence)
     return View(
         chain=view.chain, epoch=view.epoch, number=view.number + 1, generation=generation, parent=digest,

@@ -47,9 +47,23 @@ def say(agent: Node, now: int, kind: ReportKind, detail: str, code: int = 0) -> 
     return tell(agent, (report,))
 
 
-def accuse_unready(agent: Node, now: int, node: str) -> None:
-    if agent.view is not None and (member := member_of(agent.view, node)) is not None:
-        agent.reports.apply(now, Report("unready", member.source, agent.view.generation, 0, "not at the barrier in time"))
+def certify(agent: Node, now: int, node: str) -> list[Effect]:
+    """Somebody vouches that a slot is gone for good (A11)."""
+    member = member_of(agent.view, node) if agent.view is not None else None
+    report = Report("dead", member.source if member is not None else (node, 0))
+    agent.note(now, f"{node} is certified dead")
+    agent.agreement.hurry(now)
+    return tell(agent, (report,)) if agent.reports.apply(now, report) else []
+
+
+def accuse_unready(agent: Node, now: int, node: str) -> list[Effect]:
+    """As the leader of the barrier: a member does not come (A8)."""
+    member = member_of(agent.view, node) if agent.view is not None else None
+    if agent.view is None or member is None:
+        return []
+    report = Report("unready", member.source, agent.view.generation, 0, "not at the barrier in time")
+    agent.note(now, f"{node} is not at the barrier in time")
+    return tell(agent, (report,)) if agent.reports.apply(now, report) else []
 
 
 def tell(agent: Node, items: tuple[Item, ...]) -> list[Effect]:
@@ -63,6 +77,7 @@ def tell(agent: Node, items: tuple[Item, ...]) -> list[Effect]:
 
 
 def take_items(agent: Node, now: int, items: tuple[Item, ...]) -> list[Effect]:
+    """Take in what others tell; pass on what is news."""
     effects: list[Effect] = []
     for item in items:
         if isinstance(item, Alert):

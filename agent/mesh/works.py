@@ -15,13 +15,23 @@ from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.effects import Effect, Permit, StartWorkers, StopWorkers
 from hyperpodrun.agent.wire.mesh import View
 
+State = Literal["none", "running", "stopping"]
+TABLE: dict[tuple[State, str], State] = {
+    ("none", "GO and a lease"): "running",
+    ("running", "another generation, HOLD or the end is adopted"): "stopping",
+    ("running", "the lease is over"): "stopping",
+    ("running", "this incarnation is over"): "stopping",
+    ("stopping", "the driver says that they are gone"): "none",
+}
+"""(state, what happens) -> state."""
+
 
 class Works:
     """Times: nanoseconds of the local clock."""
 
     def __init__(self, config: MeshConfig) -> None:
         self._config = config
-        self.state: Literal["none", "running", "stopping"] = "none"
+        self.state: State = "none"
         self.generation = -1
         self._permitted = False
         self.permit_ns = 0
@@ -66,7 +76,7 @@ class Works:
 
     def gone(self, generation: int) -> bool:
         """The driver says that this generation's are gone; True when that ended something."""
-        if self.state == "none" or generation < self.generation:
+        if self.state != "stopping" or generation < self.generation:
             return False
         self.state = "none"
         return True

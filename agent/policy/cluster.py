@@ -130,6 +130,7 @@ class ClusterJob:
         self.stopped_by: int | None = None
         self.world: World | None = None
         self._told_failure = False
+        self._finished = False
         self._stop_asked: int | None = None
         self._leaving_said = False
         self._over: JobOver | None = None
@@ -173,7 +174,7 @@ class ClusterJob:
         if self.state not in _IDLE or self.stopped_by is not None or self._over is not None:
             return []
         self.world = world
-        self._told_failure = False
+        self._told_failure = self._finished = False
         self._stop_asked = None
         if self.pre_script:
             self.state = State.PRE
@@ -186,6 +187,8 @@ class ClusterJob:
             if self.state is not State.POST:
                 self.state = State.WAITING
             return [TellGone(generation)]
+        if generation < self.generation:
+            return []  # about an older world: nothing of it is here any more
         self._stop_asked = generation
         return self._end_what_runs(kill)
 
@@ -193,7 +196,7 @@ class ClusterJob:
         return [job.EndScript(kill)] if self.state in (State.PRE, State.POST) else [job.StopAttempt(kill)]
 
     def _tell_failed(self, code: int, detail: str, free: bool = False) -> list[Effect]:
-        if self._told_failure or self._stop_asked is not None or self.stopped_by is not None:
+        if self._told_failure or self._stop_asked is not None or self._over is not None or self.stopped_by is not None:
             return []
         self._told_failure = True
         return [TellFailed(self.generation, code, detail, free)]
@@ -212,6 +215,7 @@ class ClusterJob:
     def _attempt_over(self, event: job.AttemptOver) -> list[Effect]:
         if event.code == 0 and self._stop_asked is None and self.stopped_by is None and self._over is None:
             self.state = State.DONE
+            self._finished = True
             return [TellFinished(self.generation)]
         told = self._tell_failed(event.code, "the workers failed") if event.code else []
         return told + self._idle(State.BROKEN)
@@ -257,7 +261,7 @@ class ClusterJob:
             return self._end_what_runs(kill=False)
         if self.state is State.POST:
             return []
-        if over.code == 0 and self.stopped_by is None and self.post_script and self.state is State.DONE:
+        if over.code == 0 and self.stopped_by is None and self.post_script and self._finished:
             self.state = State.POST
             return [job.RunScript("post")]
         return self._end(over.code)

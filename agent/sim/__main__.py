@@ -1,5 +1,4 @@
-"""`python -m hyperpodrun.agent.sim --seeds A:B --nodes 3:16`: run a slice of seeds, print their count and one digest
-over all.
+"""`python -m hyperpodrun.agent.sim --seeds A:B --nodes 3:16`: run seeds in slices; count and digest of each.
 
 Exit code 1 when an invariant is broken: prints seed, invariant and schedule. `--trace` prints the whole run of one
 seed.
@@ -42,14 +41,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hyperpodrun.agent.sim", description=__doc__)
     parser.add_argument("--seeds", type=span, default=(0, 1000), metavar="A:B", help="seeds A to B-1, or one seed")
     parser.add_argument("--nodes", type=span, default=(3, 16), metavar="LOW:HIGH", help="slots of a job, both included")
+    parser.add_argument("--slice", type=int, default=1000, help="seeds a line of output")
     parser.add_argument("--trace", action="store_true", help="print what happens")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first seed that fails")
     asked = parser.parse_args()
+    failed = 0
+    for first in range(asked.seeds[0], asked.seeds[1], asked.slice):
+        failed += run_slice(asked, first, min(first + asked.slice, asked.seeds[1]))
+        if failed and not asked.go_on:
+            break
+    return 1 if failed else 0
+
+
+def run_slice(asked: argparse.Namespace, first: int, last: int) -> int:
+    """Run these seeds, print their count and digest; how many failed."""
     total = blake2b(digest_size=16)
     began = time.monotonic()
     failed = 0
     count = 0
-    for seed in range(*asked.seeds):
+    for seed in range(first, last):
         schedule = random_schedule(seed, *asked.nodes)
         digest, wrong = run_one(schedule, asked.trace)
         total.update(digest.encode())
@@ -61,10 +71,12 @@ def main() -> int:
                 print(msgspec.json.encode(schedule).decode())
                 break
     took = time.monotonic() - began
+    each = 1000 * took / max(1, count)
     print(
-        f"{count} seeds, {failed} failed, digest {total.hexdigest()}, {took:.1f} s, {1000 * took / max(1, count):.0f} ms a seed"
+        f"seeds {first}:{first + count}: {count}, {failed} failed, digest {total.hexdigest()}, {took:.1f} s, {each:.0f} ms each",
+        flush=True,
     )
-    return 1 if failed else 0
+    return failed
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 | kind | nodes | value | meaning |
 |---|---|---|---|
-| crash | who | effects still carried out | the agent dies, its keeper kills the workers and starts it again after `for_ms` with its vote file |
+| crash | who | effects still carried out | the agent dies, its keeper kills the workers and starts it again after `for_ms`
+with its vote file |
+| falter | | messages sent | the next agent to send ACCEPT or DECIDED within `for_ms` crashes after so many of them; back
+after `for_ms` |
 | power | who | | the host goes dark; after `for_ms` (0: never) it is back without a vote file |
 | freeze | who | | agent and workers stand still; the kernel still takes connections |
 | cut | from, to | | this direction loses everything |
@@ -11,9 +14,11 @@
 | loss | | per cent | every message may be lost |
 | delay | | ms | every message takes up to so much longer |
 | fail | who | | a worker fails there |
+| stuck | who | | workers do not end when asked (killing still works) |
 | finish | | | all workers that run end well |
 | leave | who | | asked to leave; comes back after `for_ms` (0: never) as a new agent |
 | join | who | | a slot that was empty so far starts |
+| certify | told, dead | lie | somebody vouches at the first that the others are dead: dark for good, or (lie) just not there |
 | restart | who | | a person asks this agent for a restart |
 """
 
@@ -24,7 +29,22 @@ import msgspec
 from hyperpodrun.agent.mesh.config import MeshConfig
 
 Kind = Literal[
-    "crash", "power", "freeze", "cut", "isolate", "partition", "loss", "delay", "fail", "finish", "leave", "join", "restart"
+    "crash",
+    "power",
+    "freeze",
+    "cut",
+    "isolate",
+    "partition",
+    "loss",
+    "delay",
+    "fail",
+    "finish",
+    "leave",
+    "join",
+    "restart",
+    "falter",
+    "certify",
+    "stuck",
 ]
 
 
@@ -42,6 +62,13 @@ LEAVING_MS = 7000
 """Longest time from being asked to leave to being gone; only then a slot may come back."""
 
 
+def extra_ms(fault: Fault) -> int:
+    """How much longer than it says a fault is felt."""
+    if fault.kind == "falter":
+        return fault.for_ms
+    return LEAVING_MS if fault.kind == "leave" and fault.for_ms else 0
+
+
 class Schedule(msgspec.Struct, frozen=True):
     """One run: which job, who is there from the start and when each starts, what goes wrong."""
 
@@ -53,7 +80,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def healed_ms(self) -> int:
         """From then on nothing more goes wrong."""
-        ends = [f.at_ms + f.for_ms + (LEAVING_MS if f.kind == "leave" and f.for_ms else 0) for f in self.faults]
+        ends = [f.at_ms + f.for_ms + extra_ms(f) for f in self.faults]
         return max([*(at for _, at in self.starts_ms), *ends])
 
 
@@ -64,14 +91,14 @@ def names(count: int) -> tuple[str, ...]:
 
 WEIGHTS: tuple[tuple[Kind, int], ...] = (
     ("crash", 6), ("power", 4), ("freeze", 3), ("cut", 3), ("isolate", 3), ("partition", 4), ("loss", 2), ("delay", 2),
-    ("fail", 3), ("leave", 2), ("join", 2), ("restart", 1),
+    ("fail", 3), ("leave", 2), ("join", 2), ("restart", 1), ("falter", 6), ("stuck", 2),
 )  # fmt: skip
 
 
 def random_config(rng: random.Random, low: int, high: int) -> MeshConfig:
     """A job of low..high slots: fixed or elastic, with or without spares, roster known or not; leases short or as they are."""
     slots = rng.randint(low, high)
-    spares = rng.randint(0, max(0, slots // 3)) if rng.random() < 0.4 else 0
+    spares = rng.choice((0, 0, rng.randint(0, slots // 3), rng.randint(0, slots - 1)))
     most = slots - spares
     least = rng.randint(1, most) if rng.random() < 0.6 else most
     nodes = names(slots)
@@ -81,6 +108,7 @@ def random_config(rng: random.Random, low: int, high: int) -> MeshConfig:
     return MeshConfig(
         slots=slots, min_nodes=least, max_nodes=most, roster=nodes if closed else (), first_contact=nodes[0],
         elastic_now=rng.random() < 0.7, lease_ns=(4 if short else 15) * second, fence_ns=(5 if short else 16) * second,
+        barrier_ns=rng.choice((3, 120)) * second,
     )  # fmt: skip
 
 
@@ -91,7 +119,7 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
     nodes = names(config.slots)
     late = rng.random() < 0.3
     starts = []
-    absent = []
+    absent: list[str] = []
     for node in nodes:
         if rng.random() < 0.1 and len(absent) < config.slots - config.min_nodes and node != config.first_contact:
             absent.append(node)
@@ -113,10 +141,17 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
             faults.append(Fault(at, kind, (who, other), span))
         elif kind == "partition":
             faults.append(Fault(at, kind, tuple(sorted(rng.sample(nodes, rng.randint(1, len(nodes) - 1)))), span))
+        elif kind == "stuck":
+            faults.append(Fault(at, kind, (who,), span))
+            faults.append(Fault(at + rng.choice((0, 50)), "restart", (rng.choice(nodes),)))
+        elif kind == "falter":
+            faults.append(Fault(at, kind, (), rng.choice((1000, 1300, 5000)), rng.randint(0, 2 * len(nodes))))
+            if rng.random() < 0.7:
+                faults.append(Fault(at, "restart" if rng.random() < 0.5 else "fail", (who,)))
         elif kind == "loss":
             faults.append(Fault(at, kind, (), span, rng.choice((5, 30, 60))))
         elif kind == "delay":
-            faults.append(Fault(at, kind, (), span, rng.choice((20, 100, 400))))
+            faults.append(Fault(at, kind, (), span, rng.choice((20, 100, 400, 3000))))
         elif kind == "crash":
             count = rng.choice((1, 1, 1, 2, len(nodes)))
             for node in sorted(rng.sample(nodes, min(count, len(nodes)))):
@@ -132,6 +167,6 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
         else:
             faults.append(Fault(at, kind, (who,), span if kind == "isolate" else 0))
         at += rng.choice((0, 50, 300, 1000, 4000))
-    tail = 6000 + (config.fence_ns // 1_000_000 + 1000 if rng.random() < 0.3 else 0)
+    tail = 6500 + (config.fence_ns // 1_000_000 if rng.random() < 0.3 else 0)
     plan = Schedule(seed, config, tuple(starts), tuple(faults), 0)
     return msgspec.structs.replace(plan, end_ms=max(at, plan.healed_ms()) + tail)

@@ -5,7 +5,8 @@ never two that may write checkpoints (frozen hosts do neither: permits end with 
 thaw is to look at it); the permit is given only when no worker of an older world, or of another history, runs
 anywhere. I4 nothing is decided without a quorum that accepted it, on disk. I5 only members vote, a promise never
 decreases over the life of a vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and the map is the one
-the oracle finds. I9 nobody who answered the roll call with fewer than L alerts is dropped.
+the oracle finds. I9 nobody who answered the roll call is dropped with fewer than
+H alerts.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Invariants:
         if vote.promised < before:
             raise Violation(f"I5 {source} promised {before} and now {vote.promised}")
         self._votes[(source, parent)] = vote.promised
+        if vote.view is not None:
+            self.adopted(host, vote.view, parent)  # on disk: it stands there, even if it dies before it says so
         if vote.accepted is not None:
             if vote.accepted.ballot > vote.promised:
                 raise Violation(f"I5 {source} accepted {vote.accepted.ballot} above its promise {vote.promised}")
@@ -63,7 +66,7 @@ class Invariants:
         if disk is None:
             raise Violation(f"I5 {host.name} votes without a vote file")
         parent = digest_of(disk.view) if disk.view is not None else ""
-        if parent != message.parent:
+        if parent != message.parent and not (disk.view is None and message.ballot.epoch > 0):
             raise Violation(f"I5 {host.name} votes on a successor of {message.parent}, its file is about {parent}")
         if disk.promised < message.ballot:
             raise Violation(f"I5 {host.name} tells a promise of {message.ballot} that is not on disk ({disk.promised})")
@@ -95,7 +98,8 @@ class Invariants:
             parent = self.views.get(view.parent)
             if parent is None or (parent.chain, parent.number) != (view.chain, view.number - 1):
                 raise Violation(f"I2 view {view.number} has no parent")
-            if not oracle.quorum(parent, accepted):
+            recovered = view.epoch > parent.epoch and self._everyone(accepted)
+            if not oracle.quorum(parent, accepted) and not recovered:
                 raise Violation(f"I4 view {view.number} decided by {sorted(accepted)} of {[m.node for m in parent.members]}")
             self._map(parent, view)
         if view.mode == "run":
@@ -104,6 +108,11 @@ class Invariants:
             old = self._order.setdefault((view.chain, view.generation), view.order)
             if old != view.order:
                 raise Violation(f"I6 generation {view.generation} has two orders")
+
+    def _everyone(self, accepted: set[str]) -> bool:
+        """A11: all slots but those certified dead have accepted."""
+        hosts = self._world.hosts
+        return len(hosts) == self._world.config.slots and all(n in accepted or n in self._world.certified for n in hosts)
 
     def _map(self, parent: View, view: View) -> None:
         table = oracle.ranks(view)
@@ -115,7 +124,7 @@ class Invariants:
             if list(view.order[: len(must)]) != must:
                 raise Violation(f"I6 the world is {view.order}, the oracle begins it with {must}")
 
-    def proposed(self, host: Host, view: View, answered: set[Source], counts: dict[str, int], low: int) -> None:
+    def proposed(self, host: Host, view: View, answered: set[Source], counts: dict[str, int], k: int) -> None:
         """A value chosen freely after a roll call (I9)."""
         node = host.node
         if node is None or node.view is None:
@@ -126,7 +135,7 @@ class Invariants:
         for member in node.view.members:
             if member.source in stay or member.source not in answered or member.node in excused:
                 continue
-            if counts.get(member.node, 0) < low and member.node not in slots:
+            if counts.get(member.node, 0) < (8 * k + 9) // 10 and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
 
     def works_changed(self, granted: World_ | None = None) -> None:

@@ -14,10 +14,11 @@ CALM_MS = 6000
 
 
 def newest(world: World) -> dict[str, View]:
-    """The newest decided view of each chain."""
+    """The newest view of each chain that somebody who is there stands at. One that only the dead knew of does not count."""
     table: dict[str, View] = {}
-    for view in world.invariants.views.values():
-        if view.chain not in table or view.number > table[view.chain].number:
+    for host in world.hosts.values():
+        view = host.node.view if host.node is not None else None
+        if view is not None and (view.chain not in table or view.number > table[view.chain].number):
             table[view.chain] = view
     return table
 
@@ -48,11 +49,15 @@ def complaint(world: World) -> str | None:
         return _unformed(world, up)
     leading = [view for view in chains.values() if able(world, view)]
     if not leading:
-        return None
+        return _unrecovered(world, up)
     if len(leading) > 1:
         return None if any(view.mode == "run" for view in leading) else "two histories hold and neither gives way"
     view = leading[0]
+    contact = world.hosts.get(world.config.first_contact)
+    unreachable = not world.config.roster and (contact is None or contact.node is None)
     for host in up:
+        if unreachable and host.node is not None and host.node.view is None:
+            continue  # the only name it knows is not there
         if host.node is None or host.node.view is None or host.node.view != view:
             where = None if host.node is None or host.node.view is None else host.node.view.number
             return f"{host.name} is in view {where}, the newest is {view.number}"
@@ -69,10 +74,18 @@ def complaint(world: World) -> str | None:
 def _unformed(world: World, up: list[Host]) -> str | None:
     config = world.config
     names = {host.name for host in up}
-    powered = all(world.hosts[name].power for name, _ in world.schedule.starts_ms)
+    powered = all(host.power for host in world.hosts.values())  # silence is no evidence (A10 b)
     if powered and not oracle.genesis_quorum(config, names):
         return None
     return f"{len(up)} nodes are there and no view was formed" if powered else None
+
+
+def _unrecovered(world: World, up: list[Host]) -> str | None:
+    """No quorum is left. With every slot of a closed roster there the job must have gone on all the same (A11)."""
+    calm_ms = world.schedule.end_ms - world.schedule.healed_ms()
+    if len(up) < world.config.slots or not world.config.roster or calm_ms < world.config.fence_ns // 1_000_000 + CALM_MS:
+        return None
+    return "every slot is there and nobody recovers"
 
 
 def _closing(world: World, up: list[Host]) -> str | None:

@@ -5,6 +5,8 @@ rate from its own origin. Everything random comes from one generator a purpose, 
 a link with its latency, or are lost. A host handles one message at a time, each for `cost_ns`; while it is frozen
 they queue. Vote files survive a crash of the agent and not the host's.
 
+A job that is busier than any sound one could be is a livelock, and a violation.
+
 States of a host: dark (no power), empty (power, no agent), up, frozen.
 Invariants: those of `invariants`, after every event; the trace digest of a schedule is always the same.
 """
@@ -18,6 +20,7 @@ from hashlib import blake2b
 from hyperpodrun.agent.mesh.config import MS, S
 from hyperpodrun.agent.mesh.effects import (
     Adopt,
+    CertifyDead,
     Connect,
     Connected,
     ConnectionLost,
@@ -41,7 +44,7 @@ from hyperpodrun.agent.mesh.inbox import NEVER
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.sim.faults import LEAVING_MS, Fault, Schedule
 from hyperpodrun.agent.sim.invariants import Invariants, Violation, World_
-from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Member, Message, Promise, Source, Vote
+from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Ballot, Decided, Member, Message, Promise, Source, Vote
 
 
 class Host:
@@ -54,6 +57,7 @@ class Host:
         self.life = 0
         self.incarnation = 0
         self.frozen = False
+        self.stuck_ns = 0
         self.disk: Vote | None = None
         self.works: World_ | None = None
         self.stopping = False
@@ -93,6 +97,7 @@ class World:
         self.config = schedule.config
         self.now = 0
         self.count = 0
+        self.certified: set[str] = set()
         self.messages = 0
         self._trace = trace
         self._cost_ns = cost_ns
@@ -111,8 +116,11 @@ class World:
         self._cuts: dict[tuple[str, str], int] = {}
         self._loss = 0
         self._delay_ns = 0
+        self._falter: int | None = None
+        self._falter_ns = 0
         self.invariants = Invariants(self)
-        self._rolls: dict[tuple[str, object], set[Source]] = {}
+        self._rolls: dict[tuple[str, str, Ballot], set[Source]] = {}
+        self._checked: set[tuple[str, str, Ballot]] = set()
         for name, at in schedule.starts_ms:
             self._push(at * MS, 3, (name,))
         for index, _ in enumerate(schedule.faults):
@@ -127,10 +135,15 @@ class World:
     def run(self, until_ms: int | None = None) -> str:
         """Run to the end of the schedule, or to a time; the digest of everything so far."""
         until = (self.schedule.end_ms if until_ms is None else until_ms) * MS
+        mark, before, busiest = self.now + S, self.count, 2000 * len(self.hosts) + 20_000
         heap, handlers, update = self._heap, _HANDLERS, self._digest.update
         while heap and heap[0][0] <= until:
             self.now, _, kind, event = heapq.heappop(heap)
             self.count += 1
+            if self.now > mark:
+                mark, before = self.now + S, self.count
+            elif self.count - before > busiest:
+                raise Violation(f"livelock: {busiest} events within a second")
             update(b"%d %d;" % (self.now, kind))
             handlers[kind](self, *event)
         self.now = until
@@ -246,7 +259,7 @@ class World:
             return
         host.free_ns = self.now + self._cost_ns
         if type(message) is Promise:
-            self._rolls.setdefault((host.name, message.ballot), set()).add(source)
+            self._rolls.setdefault((host.name, message.parent, message.ballot), set()).add(source)
         effects = node.receive(host.clock(self.now), source, message)
         if effects:
             self._carry_out(host, effects)
@@ -289,6 +302,13 @@ class World:
                     self.invariants.sent(host, message)
                 elif type(message) is Accept:
                     self._check_choice(host, node, message)
+                if self._falter is not None and (type(message) is Accept or type(message) is Decided):
+                    self._falter -= 1
+                    if self._falter < 0:
+                        self._falter = None
+                        host.crash_for_ns = self._falter_ns
+                        self._crash_now(host)
+                        return
                 self._send(host, to, message)
             case Persist(vote):
                 host.disk = vote
@@ -296,11 +316,13 @@ class World:
             case Adopt(view, digest, _):
                 self.say(host.name, f"view {view.number} generation {view.generation} {view.mode}: {view.reason}")
                 self.invariants.adopted(host, view, digest)
-            case StopWorkers(generation, kill, cause):
+            case StopWorkers(generation, kill, _):
                 if host.works is not None and host.works[1] <= generation:
                     self.say(host.name, f"{'kills' if kill else 'stops'} workers of generation {generation}")
                     host.stopping = True
                     wait = self._misc.randrange(10, 200 if kill else 400) * MS
+                    if not kill:
+                        wait = max(wait, host.stuck_ns - self.now)
                     self._push(self.now + wait, 6, (host, host.life, generation))
                 else:
                     self._push(self.now, 5, (host, host.life, WorkersGone(generation)))
@@ -325,21 +347,21 @@ class World:
                 pass
 
     def _check_choice(self, host: Host, node: Node, message: Accept) -> None:
-        answered = self._rolls.get((host.name, message.ballot), set())
-        key = (host.name, message.ballot, "checked")
-        if node.view is None or key in self._rolls or any(p.accepted for p in node.agreement.promises.values()):
+        key = (host.name, message.parent, message.ballot)
+        if node.view is None or key in self._checked or any(p.accepted for p in node.agreement.promises.values()):
             return
-        self._rolls[key] = set()
+        self._checked.add(key)
+        answered = self._rolls.get(key, set())
         counts = {m.node: node.alerts.count(m.node) for m in node.view.members}
-        self.invariants.proposed(host, message.view, answered, counts, max(1, (3 * min(10, len(counts) - 1) + 9) // 10))
+        self.invariants.proposed(host, message.view, answered, counts, min(10, len(counts) - 1))
 
     def _connect(self, host: Host, to: str) -> None:
         target = self.hosts.get(to)
         if target is None:
             self._push(self.now + self._latency(), 5, (host, host.life, Connected(to, "refused")))
         elif target.power and not self._cut(host.name, to) and not self._cut(to, host.name):
-            outcome = "open" if target.node is not None else "refused"
-            self._push(self.now + 2 * self._latency(), 5, (host, host.life, Connected(to, outcome)))
+            outcome = Connected(to, "open" if target.node is not None else "refused")
+            self._push(self.now + 2 * self._latency(), 5, (host, host.life, outcome))
 
     def _on_gone(self, host: Host, life: int, generation: int) -> None:
         if host.life != life:
@@ -449,6 +471,8 @@ class World:
     def _on_calm(self, kind: str) -> None:
         if kind == "loss":
             self._loss = 0
+        elif kind == "falter":
+            self._falter = None
         else:
             self._delay_ns = 0
 
@@ -478,6 +502,22 @@ class World:
         for name in fault.nodes:
             self._start(name)
 
+    def _stumble(self, fault: Fault) -> None:
+        self._falter, self._falter_ns = fault.value, fault.for_ms * MS
+        self._later(fault, 11, (fault.kind,))
+
+    def _jam(self, fault: Fault) -> None:
+        for name in fault.nodes:
+            self.hosts[name].stuck_ns = self.now + fault.for_ms * MS
+
+    def _certify(self, fault: Fault) -> None:
+        told, *dead = fault.nodes
+        for name in dead:
+            if self.hosts[name].power and not fault.value:
+                raise ValueError(f"{name} is certified dead and is not")
+            self.certified.add(name)
+            self.tell(self.hosts[told], CertifyDead(name))
+
     def _restart(self, fault: Fault) -> None:
         for name in fault.nodes:
             self.tell(self.hosts[name], RestartAsked("asked for"))
@@ -493,4 +533,5 @@ _FAULTS: dict[str, Callable[[World, Fault], None]] = {
     "crash": World._crash, "power": World._power, "freeze": World._freeze, "cut": World._cut_link, "isolate": World._partition,
     "partition": World._partition, "loss": World._weather, "delay": World._weather, "fail": World._fail, "finish": World._finish,
     "leave": World._leave, "join": World._join, "restart": World._restart,
+    "falter": World._stumble, "certify": World._certify, "stuck": World._jam,
 }  # fmt: skip

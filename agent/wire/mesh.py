@@ -38,10 +38,10 @@ class Member(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class View(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One agreed state of the job (MESH section 1).
 
-    `chain` names the history it belongs to: a token drawn by whoever formed view 0. `order` holds the active nodes by position
-    in the world; ranks are consecutive in it. `fence`: slots in which workers of an earlier world may still run, so that the right to
-    write checkpoints is withheld ("" stands for slots without a known name). `ghosts`: the active sets of earlier worlds that may still be running *in full*.
-    `restarts` counts the failures that cost the job a restart.
+    `chain` names the history it belongs to: a token drawn by whoever formed view 0. `order` holds the active nodes by
+    position in the world; ranks are consecutive in it. `fence`: slots in which workers of an earlier world may still run,
+    so that the right to write checkpoints is withheld ("" stands for slots without a known name). `ghosts`: the active sets
+    of earlier worlds that may still be running *in full*. `restarts` counts the failures that cost the job a restart.
     """
 
     chain: str
@@ -62,14 +62,15 @@ class View(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Ballot(msgspec.Struct, frozen=True, gc=False, array_like=True, order=True):
-    """Ordered by round, then by proposer; no two proposers ever use the same one."""
+    """Ordered by epoch, round, proposer; no two proposers ever use the same one. The epoch grows with each recovery (A11)."""
 
+    epoch: int
     round: int
     node: str
     incarnation: int
 
 
-ZERO = Ballot(0, "", 0)
+ZERO = Ballot(0, 0, "", 0)
 
 
 class Accepted(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -112,7 +113,7 @@ class Alert(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="alert")
     loud: bool = False
 
 
-ReportKind = Literal["failed", "finished", "leaving", "restart", "unready", "join"]
+ReportKind = Literal["failed", "finished", "leaving", "restart", "unready", "join", "dead"]
 
 
 class Report(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="report"):
@@ -124,6 +125,7 @@ class Report(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="report
     restart   a person asked for a restart of `generation`
     unready   `about` did not reach the barrier of `generation` in time
     join      `member` asks to be taken in
+    dead      a person or the scheduler certifies that `about` is gone for good and runs nothing
     """
 
     kind: ReportKind

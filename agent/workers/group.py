@@ -86,6 +86,10 @@ class Exited(msgspec.Struct, frozen=True):
     status: int
 
 
+class OthersDone(msgspec.Struct, frozen=True):
+    """All ranks of another node have ended well."""
+
+
 class Stop(msgspec.Struct, frozen=True):
     """End the group. `kill`: at once, without the grace."""
 
@@ -102,7 +106,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Start | Started | StartFailed | Exited | Stop | Swept | Tick
+Event = Start | Started | StartFailed | Exited | OthersDone | Stop | Swept | Tick
 
 # --- effects
 
@@ -197,6 +201,8 @@ class WorkerGroup:
                 return [Over((), self._cause, start_failure=reason)]
             case Exited(local_rank, status) if local_rank in self.alive:
                 return self._exited(local_rank, status, now_s)
+            case OthersDone() if self.state is State.RUNNING and self._skew_deadline_s is None:
+                self._skew_deadline_s = now_s + self.skew_timeout_s
             case Stop(kill):
                 return self._stop(kill, now_s)
             case Swept(left) if self.state is State.SWEEPING:

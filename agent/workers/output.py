@@ -27,7 +27,7 @@ from hyperpodrun.agent.workers.lines import Matching, Tail, Voice, to_bytes
 from hyperpodrun.agent.workers.logfiles import LogFile, make_run_folder, make_temporary_folder
 from hyperpodrun.agent.workers.stream import Brake, Stream
 
-GRANDCHILD_S = 0.4
+GRANDCHILD_S = 0.3
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
 StreamName = Literal["stdout", "stderr"]

@@ -1,7 +1,7 @@
 """Ending what workers left behind: children in sessions of their own, daemons, orphans.
 
 Theory: the agent is a subreaper, so everything the job started is below it (see `family.py`). After the main processes are gone
-each process that is left there, the launcher's own helpers apart, belongs to the finished attempt. It gets SIGTERM, SIGKILL 0.4 s
+each process that is left there, the launcher's own helpers apart, belongs to the finished attempt. It gets SIGTERM, SIGKILL 0.3 s
 later, and after 5 s it is reported as unkillable. Where cgroup v2 was delegated to us, one write to cgroup.kill ends all at once.
 
 Drives itself with reactor timers; nothing blocks.
@@ -15,7 +15,7 @@ from hyperpodrun.agent import family
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 
-GENTLE_S = 0.4
+GENTLE_S = 0.3
 LIMIT_S = 5.0
 _LOOK_AGAIN_S = 0.01
 

@@ -42,6 +42,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     note: str | None = None
     note_alone: str | None = None
     """Like `note`, for jobs of one node only."""
+    note_several: str | None = None
+    """Like `note`, for jobs of several nodes only."""
     quiet: tuple[str, ...] = ()
     further_variables: tuple[str, ...] = ()
     merges: bool = False
@@ -75,6 +77,7 @@ def _not_yet(effect: str) -> str:
 
 _INPROCESS = _not_yet("faults are answered by restarting processes")
 _ALONE = "this job has one node, so no other agent is contacted"
+_NOT_COUNTED = _not_yet("in a job of several nodes lost nodes are not counted")
 _HEALTH = _not_yet("nothing watches the GPUs during the run")
 _SERVER = _not_yet("no HTTP server is started")
 
@@ -161,11 +164,11 @@ OPTIONS: tuple[Option, ...] = (
         help="Restarts of the job before it is given up.",
     ),
     Option(
-        name="restart-window", origin="own", group=RESTARTS, kind=kinds.seconds(), default="3600",
+        name="restart-window", origin="own", group=RESTARTS, kind=kinds.seconds(), default="3600", note_several=_NOT_COUNTED,
         help="Time over which node failures are counted for --max-node-failures.",
     ),
     Option(
-        name="max-node-failures", origin="own", group=RESTARTS, kind=kinds.whole(0), unset="unlimited",
+        name="max-node-failures", origin="own", group=RESTARTS, kind=kinds.whole(0), unset="unlimited", note_several=_NOT_COUNTED,
         help="Node failures within the restart window before the job is given up.",
     ),
     Option(
@@ -288,7 +291,8 @@ OPTIONS: tuple[Option, ...] = (
     # torchrun compatibility
     Option(
         name="master-addr", origin="torchrun", group=COMPATIBILITY, kind=places.HOST, unset="found out",
-        help="MASTER_ADDR of the workers' classic store.",
+        note_several="taken as one more contact point; MASTER_ADDR is always where rank 0 runs",
+        help="MASTER_ADDR of the workers' classic store; with several nodes one more contact point beside --peers.",
     ),
     Option(
         name="master-port", origin="torchrun", group=COMPATIBILITY,
@@ -310,7 +314,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="rdzv-endpoint", origin="torchrun", group=COMPATIBILITY, kind=places.ENDPOINT, empty_is_unset=True,
-        note_alone=_ALONE,
+        note_alone=_ALONE, note_several="taken as one more contact point, nothing is hosted there",
         quiet=("localhost:0", "127.0.0.1:0"), help="One more contact point beside --peers.",
     ),
     Option(

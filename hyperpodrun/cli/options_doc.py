@@ -58,6 +58,10 @@ def _entry(option: Option) -> str:
     lines.append(f"- {'An option of torchrun.' if option.origin == 'torchrun' else 'An option of hyperpodrun.'}")
     if option.note:
         lines.append(f"- In this release: {option.note}.")
+    if option.note_alone:
+        lines.append(f"- With one node: {option.note_alone}.")
+    if option.note_several:
+        lines.append(f"- With several nodes: {option.note_several}.")
     return "\n".join([*lines[:2], "", *lines[2:], ""])
 
 

@@ -16,6 +16,7 @@ from hyperpodrun.agent.workers import command, placement
 from hyperpodrun.agent.workers.environment import worker_env
 from hyperpodrun.agent.workers.logfiles import folder_name
 from hyperpodrun.agent.workers.rendezvous import loopback
+from hyperpodrun.cli import places
 from hyperpodrun.cli.parse import Settings
 from hyperpodrun.cli.refusal import MachineRefusal, printable
 from hyperpodrun.cli.resolve import job_id
@@ -26,6 +27,7 @@ def plan(config: JobConfig, settings: Settings, environment: Mapping[str, str]) 
     parts = [
         f"Job {printable(config.job_id)}: {config.nproc_per_node} worker(s) on this node, {config.max_restarts} restart(s), "
         f"start method {config.start_method}. Nothing is started.\n",
+        _section("Nodes", _nodes(config, environment)),
         _section("Command of each worker", [_command(config)]),
         _section("Ranks", (_rank(config, rank) for rank in range(config.nproc_per_node))),
         _section("Environment of the workers, where it differs from the launcher's", _environment(config, environment)),
@@ -39,6 +41,48 @@ def plan(config: JobConfig, settings: Settings, environment: Mapping[str, str]) 
 def _section(title: str, lines: Iterable[str]) -> str:
     body = "".join(f"  {printable(line)}\n" for line in lines)
     return f"{title}\n{body}" if body else ""
+
+
+def _nodes(config: JobConfig, environment: Mapping[str, str]) -> list[str]:
+    mesh = config.mesh
+    if mesh is None:
+        return []
+    from hyperpodrun.agent.mesh_start import DEFAULT_PORT, choose_place
+    from hyperpodrun.agent.transport.addresses import parse_address
+    from hyperpodrun.agent.transport.contact_points import Listed, parse_contact
+
+    active = f"{config.min_nodes}" if config.min_nodes == config.max_nodes else f"{config.min_nodes} to {config.max_nodes}"
+    contacts = [parse_contact(mesh.peers, environment, _read)] if mesh.peers else []
+    contacts += [Listed((parse_address(text),)) for text in mesh.endpoints]
+    known = [
+        a.with_port(mesh.port or DEFAULT_PORT) for contact in contacts if isinstance(contact, Listed) for a in contact.addresses
+    ]
+    later = [mesh.peers] if mesh.peers and not isinstance(contacts[0], Listed) else []
+    if mesh.port_given and not mesh.port:
+        here = "its mesh port is any free one"
+    elif later:
+        here = f"mesh port {mesh.port or DEFAULT_PORT}; its name is its contact point's"
+    else:
+        place = choose_place(mesh, known, {})
+        here = f"called {place.slot}, mesh port {place.port}"
+    if mesh.secret_file or environment.get(names.JOB_SECRET):
+        wall = f"encrypted, only for agents with the job secret (from {mesh.secret_file or names.JOB_SECRET})"
+    elif mesh.insecure:
+        wall = "not encrypted, open to whoever reaches the port (--insecure-mesh)"
+    else:
+        wall = "not encrypted, within this host only (no job secret was given)"
+    return [
+        f"{active} nodes train, {mesh.spares} more stand by; the first world is waited for up to {mesh.join_timeout_s:g} s",
+        f"this node: {here}",
+        f"contact points: {', '.join([*later, *map(str, known)])}",
+        f"mesh: {wall}",
+        f"nodes that come later are taken in {'at once' if mesh.elastic_join_now else 'at the next restart'}",
+        "ranks below are those of the first of as many nodes as may train, each like this one",
+    ]
+
+
+def _read(path: str) -> str:
+    return places.read_small(path).decode(errors="replace")
 
 
 def _command(config: JobConfig) -> str:
@@ -68,14 +112,15 @@ def _environments(config: JobConfig, environment: Mapping[str, str]) -> list[dic
     """The environment of each rank, with words where only a start can tell the value."""
     own = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
     try:
-        places = placement.places(config, own)
+        devices = placement.places(config, own)
     except ValueError as error:
         raise MachineRefusal(str(error)) from None
     ranks = []
     rank0 = config.master_addr or config.local_addr or loopback()
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(devices):
         env = worker_env(
-            config, own, local_rank=rank, rank=rank, world_size=config.nproc_per_node, group_rank=0, group_world_size=1,
+            config, own, local_rank=rank, rank=rank, world_size=config.nproc_per_node * config.max_nodes,
+            group_rank=0, group_world_size=config.max_nodes,
             restart_count=0, generation=0, node=socket.gethostname(),
             master_addr=loopback() if config.rootless else rank0, rank0_addr=rank0,
             master_port=config.master_port or 0, error_file="(a private file)", family="(a mark of this launcher)",
@@ -86,6 +131,8 @@ def _environments(config: JobConfig, environment: Mapping[str, str]) -> list[dic
             ranks[-1][names.MASTER_PORT] = "(a free port)"
             if config.rootless:
                 ranks[-1][names.LINK] = "tcp://127.0.0.1:(a free port)"
+        if config.mesh is not None:
+            ranks[-1][names.RANK0_ADDR if config.rootless else names.MASTER_ADDR] = "(rank 0's node)"
     return ranks
 
 
@@ -114,7 +161,8 @@ def _log_files(config: JobConfig) -> list[str]:
 def _sources(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> list[str]:
     rows = {name: (setting.text, setting.source) for name, setting in settings.given.items()}
     if "job-id" not in rows:
-        rows["job-id"] = (config.job_id, job_id(settings, environment, "")[1])
+        source = job_id(settings, environment, "")[1]
+        rows["job-id"] = (config.job_id, "the contact points" if config.mesh and source == "chance" else source)
     workers = str(config.nproc_per_node)
     if rows.get("nproc-per-node", (workers,))[0] != workers:
         text, source = rows["nproc-per-node"]

@@ -124,6 +124,12 @@ def _mesh(settings: Settings, nodes: Nodes, environment: Mapping[str, str]) -> M
             "give --peers HOST,HOST,… (or @FILE, slurm:, dns:NAME:PORT), or --rdzv-endpoint HOST:PORT"
         )
     secret = settings.find("job-secret-file", str)
+    in_variable = environment.get(names.JOB_SECRET, "")
+    if secret is None and 0 < len(in_variable.encode(errors="surrogateescape")) < places.SECRET_BYTES:
+        raise MachineRefusal(
+            f"{names.JOB_SECRET} holds {len(in_variable.encode(errors='surrogateescape'))} bytes, and a secret needs "
+            f"{places.SECRET_BYTES} or more; take more random ones, or use --job-secret-file"
+        )
     mesh = MeshConfig(
         peers=peers.text if peers else None if endpoints else "slurm:",
         endpoints=tuple(endpoints),
@@ -137,7 +143,7 @@ def _mesh(settings: Settings, nodes: Nodes, environment: Mapping[str, str]) -> M
         join_window_s=_rdzv_seconds(settings, "last_call_timeout", 2.0),
         port_given="mesh-port" in settings.given,
     )
-    if secret is None and not mesh.insecure and names.JOB_SECRET not in environment and _leaves_this_host(settings, mesh):
+    if secret is None and not in_variable and not mesh.insecure and _leaves_this_host(settings, mesh):
         raise MachineRefusal(
             "the contact points are on other hosts, and without a job secret the mesh stays on this one: "
             "give all nodes the same --job-secret-file (head -c 32 /dev/urandom > FILE), or --insecure-mesh in a closed network"
@@ -203,7 +209,7 @@ def _notes(settings: Settings, alone: bool) -> list[str]:
     notes = []
     for option in OPTIONS:
         setting = settings.given.get(option.name)
-        note = option.note or (option.note_alone if alone else None)
+        note = option.note or (option.note_alone if alone else option.note_several)
         if setting is None or note is None or setting.value is False:
             continue
         if any(setting.value == option.kind.parse(text) for text in option.quiet):

@@ -53,13 +53,16 @@ class MeshStore(Store):
                 _current[key] = cls((host.strip("[]"), int(port)))
             return _current[key]
 
+    timeout: timedelta
+    """How long a get or wait without a limit of its own may take. Held by the C++ half, where PrefixStore sets it."""
+
     def _client(self) -> Any:
         mine = self._clients
         if getattr(mine, "pid", None) != os.getpid():
             host, port = self._address
             mine.client = TCPStore(host, port, None, False, timeout=_DEFAULT_TIMEOUT, wait_for_workers=False)
             mine.pid = os.getpid()
-        mine.client.set_timeout(self.timeout)  # the C++ half holds it: a PrefixStore around this store sets it there
+        mine.client.set_timeout(self.timeout)
         return mine.client
 
     def _acknowledged(self, client: Any) -> None:

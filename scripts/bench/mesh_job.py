@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +19,9 @@ from tempfile import mkdtemp
 from typing import NamedTuple, TypeVar
 
 from side_by_side import BenchmarkError, Launcher, Run, marked
+
+from hyperpodrun.agent import vote_file
+from hyperpodrun.agent.workers.rendezvous import choose_port
 
 LOOK_S = 0.002
 FAIL = signal.SIGUSR1
@@ -219,26 +221,34 @@ def job(
         yield running
     finally:
         running.close()
+        if isinstance(arguments, Mesh):
+            arguments.forget()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def mesh(count: int, *more: str, nnodes: str = "") -> Callable[[int], list[str]]:
+class Mesh:
     """Command lines of hyperpodrun for `count` nodes that know each other's free loopback ports."""
-    ports = free_ports(count)
-    peers = ",".join(f"127.0.0.1:{port}" for port in ports)
-    job_id = f"bench-{uuid.uuid4().hex[:8]}"
 
-    def arguments(node: int) -> list[str]:
-        own = ["--nnodes", nnodes or str(count), "--peers", peers, "--mesh-port", str(ports[node]), "--job-id", job_id]
-        return [*own, "--local-addr", "127.0.0.1", "--max-restarts", "1000", "--shutdown-timeout", "3", *more]
+    def __init__(self, count: int, *more: str, nnodes: str = "") -> None:
+        self._ports = free_ports(count)
+        self._job_id = f"bench-{uuid.uuid4().hex[:8]}"
+        peers = ",".join(f"127.0.0.1:{port}" for port in self._ports)
+        self._common = ["--nnodes", nnodes or str(count), "--peers", peers, "--job-id", self._job_id, "--local-addr", "127.0.0.1"]
+        self._common += ["--max-restarts", "1000", "--shutdown-timeout", "3", *more]
 
-    return arguments
+    def __call__(self, node: int) -> list[str]:
+        """The node's command line without its script."""
+        return [*self._common, "--mesh-port", str(self._ports[node])]
+
+    def forget(self) -> None:
+        """Remove the votes of nodes that were killed: they are kept for a node that comes back."""
+        for port in self._ports:
+            Path(vote_file.path_for(self._job_id, f"127.0.0.1:{port}")).unlink(missing_ok=True)
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Ports that nobody holds now, and that no outgoing connection will be given."""
+    ports: list[int] = []
+    for _ in range(count):
+        ports.append(choose_port(frozenset(ports)))
     return ports

@@ -18,12 +18,13 @@ OURS = bench.LAUNCHERS[1]
 
 @pytest.mark.processes
 def test_a_lost_node_is_seen_and_nothing_is_left_of_the_job() -> None:
-    with mesh_job.job(OURS, 2, mesh_job.mesh(2, nnodes="1:2")) as running:
+    with mesh_job.job(OURS, 2, mesh_job.Mesh(2, nnodes="1:2")) as running:
         began_s = time.monotonic()
         running.start_all()
         up_s, ranks = running.up((2,), began_s, 60)
         assert [word.rank for word in ranks] == [0, 1]
         assert began_s < up_s
+        votes = set(Path("/dev/shm").glob("hyperpodrun-*.vote"))
         marks = [run.mark for run in running.nodes.values()]
         lost_s = running.kill(ranks[1].node)
         again_s, _ = running.up((1,), lost_s, 60)
@@ -37,7 +38,7 @@ def test_a_lost_node_is_seen_and_nothing_is_left_of_the_job() -> None:
 def test_what_does_not_happen_is_an_error_with_the_outputs() -> None:
     with (
         pytest.raises(bench.BenchmarkError, match=r"(?s)a world of 2 ranks was not seen within 0\.3 s.*node 0:"),
-        mesh_job.job(OURS, 2, mesh_job.mesh(2)) as running,
+        mesh_job.job(OURS, 2, mesh_job.Mesh(2)) as running,
     ):
         running.up((2,), running.start(0), 0.3)
 

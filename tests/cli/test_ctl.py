@@ -52,7 +52,7 @@ def test_living_launchers_are_shown_and_dead_ones_are_not(base, capfd):
     assert row == {
         "job_id": "my job", "pid": 10, "agent_pid": 11, "node": "n1", "generation": 2, "restart_count": 1, "state": "running",
         "world_size": 2, "workers": [{"rank": 0, "local_rank": 0, "pid": 20}, {"rank": 1, "local_rank": 1, "pid": 21}],
-        "started_at": 1000.0, "run_dir": str(folder), "command": ["train.py", "\x1b[31m"], "exit_code": None,
+        "started_at": 1000.0, "run_dir": str(folder), "command": ["train.py", "\x1b[31m"], "exit_code": None, "mesh": None,
     }  # fmt: skip
     assert ctl.run(["status"]) == 0
     text = capfd.readouterr().out

@@ -75,7 +75,7 @@ def test_the_document_has_every_option_with_default_and_note():
 def test_a_dry_run_starts_nothing_and_tells_where_values_come_from(launcher, tmp_path):
     logs = tmp_path / "logs"
     outcome = launcher(
-        "--dry-run", "--nproc-per-node=2", "-t", "0:3", "-r", "2", "--log-dir", str(logs), "--spares=1", "--rdzv-id=my-job",
+        "--dry-run", "--nproc-per-node=2", "-t", "0:3", "-r", "2", "--log-dir", str(logs), "--hang-timeout=1", "--rdzv-id=my-job",
         "train.py", "two words", "--x", PET_MAX_RESTARTS="4", PET_ROLE="cook",
         HYPERPODRUN_STATUS_FILE="/x", RANK="0",
     )  # fmt: skip
@@ -100,8 +100,44 @@ def test_a_dry_run_starts_nothing_and_tells_where_values_come_from(launcher, tmp
     ):
         assert wanted in rows, outcome.out
     assert "train.py 'two words' --x\n" in outcome.out
-    assert "--spares: " in outcome.out
+    assert "--hang-timeout: " in outcome.out
+    assert "Nodes" not in outcome.out
     assert f"{logs}/my-job_(random)/attempt_0/1/stdout.log" not in rows
+
+
+def test_a_dry_run_shows_how_the_nodes_find_each_other(launcher, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 32)
+    secret.chmod(0o600)
+    words = ["--dry-run", "--nnodes=2:3", "--spares=1", "--peers=127.0.0.1:7001,127.0.0.1:7002", "--nproc-per-node=2", "train.py"]
+
+    def rows(*more, **variables):
+        outcome = launcher(*more, *words, **variables)
+        assert (outcome.code, outcome.err) == (0, ""), outcome.err
+        return [" ".join(line.split()) for line in outcome.out.split("\n")]
+
+    alone = rows("--mesh-port=7002", "--rdzv-endpoint=localhost:7009", "--elastic-join=restart")
+    for wanted in (
+        "2 to 3 nodes train, 1 more stand by; the first world is waited for up to 600 s",
+        "this node: called 127.0.0.1:7002, mesh port 7002",
+        "contact points: 127.0.0.1:7001, 127.0.0.1:7002, localhost:7009",
+        "mesh: not encrypted, within this host only (no job secret was given)",
+        "nodes that come later are taken in at the next restart",
+        "WORLD_SIZE=6",
+        "GROUP_WORLD_SIZE=3",
+        "MASTER_ADDR=(rank 0's node)",
+        "--rdzv-endpoint: taken as one more contact point, nothing is hosted there",
+    ):
+        assert wanted in alone, "\n".join(alone)
+    assert any(row.startswith("job-id mesh-") and row.endswith("from the contact points") for row in alone)
+    encrypted = "mesh: encrypted, only for agents with the job secret (from {})"
+    assert encrypted.format(secret) in rows(f"--job-secret-file={secret}")
+    assert encrypted.format("HYPERPODRUN_JOB_SECRET") in rows(HYPERPODRUN_JOB_SECRET="x" * 32)
+    assert "mesh: not encrypted, open to whoever reaches the port (--insecure-mesh)" in rows("--insecure-mesh")
+    slurm = rows("--peers=slurm:", "--insecure-mesh", SLURM_JOB_NODELIST="n[1-2]")
+    assert "contact points: 127.0.0.1:7001, 127.0.0.1:7002" in slurm, "the last --peers counts"
+    text = launcher("--dry-run", "--nnodes=2", "--insecure-mesh", "train.py", SLURM_JOB_NODELIST="n[1-2]").out
+    assert "contact points: slurm:\n" in text and "this node: mesh port 29400; its name is its contact point's\n" in text
 
 
 def test_a_dry_run_names_the_source_of_a_job_id_that_nobody_gave(launcher):

@@ -176,22 +176,43 @@ def test_the_own_interpreter_needs_no_mention(launcher):
 # --- notes
 
 LATER = {
-    "peers": "node1", "mesh-port": "0", "spares": "1", "elastic-join": "now", "failure-detector": "lax",
-    "on-quorum-loss": "continue:5", "insecure-mesh": "1", "inprocess-restart": "1", "inprocess-timeout": "5",
-    "abort-timeout": "5", "health-interval": "5",
-    "hang-timeout": "5", "server-host": "127.0.0.2", "server-port": "0", "rdzv-backend": "c10d", "rdzv-endpoint": "h:1",
-    "rdzv-conf": "a=1", "monitor-interval": "1", "event-log-handler": "console", "logs-specs": "x", "job-secret-file": "",
+    "on-quorum-loss": "continue:5", "inprocess-restart": "1", "inprocess-timeout": "5", "abort-timeout": "5", "health-interval": "5",
+    "hang-timeout": "5", "server-host": "127.0.0.2", "server-port": "0", "rdzv-backend": "c10d", "monitor-interval": "1",
+    "event-log-handler": "console", "logs-specs": "x",
 }  # fmt: skip
+ALONE = {
+    "peers": "127.0.0.1", "mesh-port": "0", "elastic-join": "now", "failure-detector": "lax", "insecure-mesh": "1",
+    "rdzv-endpoint": "localhost:1", "rdzv-conf": "a=1", "job-secret-file": "",
+}  # fmt: skip
+SEVERAL = {"restart-window": "5", "max-node-failures": "3", "master-addr": "127.0.0.1", "rdzv-endpoint": "localhost:1"}
+TWO = ("--nnodes=2", "--peers=127.0.0.1:1,127.0.0.1:2")
 
 
 def test_options_that_do_less_than_they_say_are_listed_here():
     assert {option.name for option in OPTIONS if option.note} == set(LATER)
+    assert {option.name for option in OPTIONS if option.note_alone} == set(ALONE)
+    assert {option.name for option in OPTIONS if option.note_several} == set(SEVERAL)
 
 
-@pytest.mark.parametrize("name", [name for name, text in LATER.items() if text])
+def of(name, text):
+    return {f"PET_{name.upper().replace('-', '_')}": text}
+
+
+@pytest.mark.parametrize("name", [name for name, text in (LATER | ALONE).items() if text])
 def test_each_of_them_is_said_once_and_only_when_given(launcher, name):
-    (note,) = launcher("train.py", **{f"PET_{name.upper().replace('-', '_')}": LATER[name]}).job.notes
+    (note,) = launcher("train.py", **of(name, (LATER | ALONE)[name])).job.notes
     assert note.startswith(f"PET_{name.upper().replace('-', '_')}: ")
+
+
+@pytest.mark.parametrize("name", LATER | SEVERAL)
+def test_and_so_it_is_with_several_nodes(launcher, name):
+    (note,) = launcher(*TWO, "train.py", **of(name, (LATER | SEVERAL)[name])).job.notes
+    assert note.startswith(f"PET_{name.upper().replace('-', '_')}: ")
+
+
+@pytest.mark.parametrize("name", sorted({name for name, text in ALONE.items() if text} - set(SEVERAL)))
+def test_what_only_several_nodes_need_is_used_by_them(launcher, name):
+    assert launcher(*TWO, "train.py", **of(name, ALONE[name])).job.notes == ()
 
 
 def test_asking_for_nothing_needs_no_note(launcher):
@@ -199,10 +220,40 @@ def test_asking_for_nothing_needs_no_note(launcher):
     assert launcher.job(*quiet, "train.py", PET_INPROCESS_RESTART="0").notes == ()
 
 
-def test_an_elastic_range_runs_on_this_node_and_says_so(launcher):
-    job = launcher("--nnodes=1:4", "--node-rank=2", "train.py").job
-    assert (job.min_nodes, job.max_nodes, job.node_rank) == (1, 4, 2)
-    assert "alone" in "".join(job.notes)
+def test_several_nodes_become_a_mesh(launcher, tmp_path):
+    job = launcher.job(
+        "--nnodes=1:4", "--spares=2", "--node-rank=5", "--peers=127.0.0.1:1,127.0.0.1", "--failure-detector=fast",
+        "--elastic-join=restart", "--rdzv-conf=join_timeout=7,last_call_timeout=0.5", "train.py",
+    )  # fmt: skip
+    assert (job.min_nodes, job.max_nodes, job.node_rank) == (1, 4, 5)
+    mesh = job.mesh
+    assert (mesh.peers, mesh.endpoints, mesh.port, mesh.port_given) == ("127.0.0.1:1,127.0.0.1", (), 29400, False)
+    assert (mesh.spares, mesh.elastic_join_now, mesh.failure_detector) == (2, False, "fast")
+    assert (mesh.join_timeout_s, mesh.join_window_s) == (7, 0.5)
+    assert launcher.job(*TWO, "--mesh-port=29400", "train.py").mesh.port_given
+
+
+def test_one_node_is_no_mesh_but_one_and_a_spare_are(launcher):
+    assert launcher("--peers=127.0.0.1", "train.py").job.mesh is None
+    assert launcher.job("--spares=1", "--peers=127.0.0.1", "train.py").mesh is not None
+
+
+def test_contact_points_come_from_torchruns_options_and_from_slurm_too(launcher):
+    job = launcher("--nnodes=2", "--rdzv-endpoint=localhost:29500", "--master-addr=127.0.0.1", "train.py").job
+    assert (job.mesh.peers, job.mesh.endpoints) == (None, ("localhost:29500", "127.0.0.1"))
+    assert launcher.job("--nnodes=2", "--insecure-mesh", "train.py", SLURM_JOB_NODELIST="n[1-2]").mesh.peers == "slurm:"
+
+
+def test_nodes_without_a_job_id_arrive_at_the_same_one(launcher):
+    first, again = (launcher.job(*TWO, "train.py", **extra).job_id for extra in ({}, {"HOSTNAME": "other"}))
+    assert first == again and first.startswith("mesh-")
+    assert launcher.job("--nnodes=2", "--peers=127.0.0.1:1,127.0.0.1:3", "train.py").job_id != first
+    assert launcher.job(*TWO, "train.py", SLURM_JOB_ID="7").job_id == "7"
+
+
+def test_standalone_takes_one_node_of_a_range(launcher):
+    job = launcher.job("--standalone", "--nnodes=1:4", "train.py")
+    assert (job.max_nodes, job.mesh) == (1, None)
 
 
 def test_a_dead_loopback_network_is_told_where_it_matters(launcher, monkeypatch):

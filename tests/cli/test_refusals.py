@@ -120,10 +120,48 @@ def test_bad_switch_variables_are_blamed(launcher):
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT: 'x'" in launcher.refusal("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="x")
 
 
-def test_several_nodes_come_with_a_later_release(launcher):
-    for words in (["--nnodes=2"], ["--nnodes", "2:3"], ["--nnodes", "4", "--node-rank", "3"]):
-        assert "one node only" in launcher.refusal(*words, "train.py", code=78)
-    assert "PET_NNODES asks for 2 nodes" in launcher.refusal("train.py", PET_NNODES="2", code=78)
+def test_several_nodes_need_contact_points(launcher):
+    for words in (["--nnodes=2"], ["--nnodes", "1:3"], ["--nnodes", "2", "--rdzv-endpoint=localhost:0"]):
+        sentence = launcher.refusal(*words, "train.py")
+        assert "--nnodes: " in sentence and "--peers" in sentence and "--rdzv-endpoint" in sentence
+    assert "PET_NNODES: " in launcher.refusal("train.py", PET_NNODES="2")
+    assert "--spares: " in launcher.refusal("--spares=1", "train.py")
+
+
+def test_contact_points_on_other_hosts_need_a_secret(launcher, tmp_path):
+    words = ("--nnodes=2", "train.py")
+    for contact in ("--peers=127.0.0.1,10.0.0.1", "--peers=dns:pods:1", "--rdzv-endpoint=10.0.0.1:29500", "--master-addr=node7"):
+        sentence = launcher.refusal(contact, *words, code=78)
+        assert SECRET_HINT in sentence and "--insecure-mesh" in sentence, contact
+    assert SECRET_HINT in launcher.refusal(*words, code=78, SLURM_JOB_NODELIST="n[1-2]")
+    assert SECRET_HINT in launcher.refusal("--peers=10.0.0.1", *words, code=78, HYPERPODRUN_JOB_SECRET="")
+    for contact in ("127.0.0.1,localhost,[::1]:5", "127.1.2.3:4"):
+        launcher.job(f"--peers={contact}", *words)
+    launcher.job("--peers=10.0.0.1", "--insecure-mesh", *words)
+    launcher.job("--peers=10.0.0.1", *words, HYPERPODRUN_JOB_SECRET="x" * 32)
+    assert "31 bytes" in launcher.refusal("--peers=10.0.0.1", *words, code=78, HYPERPODRUN_JOB_SECRET="x" * 31)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 32)
+    secret.chmod(0o600)
+    launcher.job("--peers=10.0.0.1", f"--job-secret-file={secret}", *words)
+
+
+def test_node_ranks_go_up_to_the_last_spare(launcher):
+    words = ("--nnodes=2", "--spares=1", "--peers=127.0.0.1:1", "train.py")
+    assert launcher.job("--node-rank=2", *words).node_rank == 2
+    assert "0 to 2" in launcher.refusal("--node-rank=3", *words)
+
+
+def test_standalone_and_further_nodes_exclude_each_other(launcher):
+    for name in ("--nnodes=2", "--nnodes=2:4", "--spares=1"):
+        sentence = launcher.refusal("--standalone", name, "--peers=127.0.0.1:1", "train.py")
+        assert "--standalone" in sentence and name.partition("=")[0] in sentence and "exclude" in sentence
+
+
+def test_times_for_finding_each_other_are_times(launcher):
+    words = ("--nnodes=2", "--peers=127.0.0.1:1", "train.py")
+    for pair in ("last_call_timeout=soon", "join_timeout=-1", "last_call_timeout=nan"):
+        assert pair.partition("=")[2] in launcher.refusal(f"--rdzv-conf={pair}", *words)
 
 
 def test_an_unusable_log_folder_is_the_machines_fault(launcher, tmp_path):

@@ -185,3 +185,9 @@ def test_interpreter_of_a_worker_is_the_launchers(launch: Callable) -> None:
     run = launch(script="tell('exe', exe=sys.executable)")
     assert run.code() == 0
     assert [row["exe"] for row in run.notes("exe")] == [sys.executable]
+
+
+def test_a_hung_rank_that_our_own_signal_ended_gives_no_code_of_a_signal(launch: Callable) -> None:
+    run = launch("--nproc-per-node=2", "--exit-skew-timeout=0.2", script="meet()\nwhile RANK:\n    time.sleep(1)")
+    assert run.code() == 1, run.story()
+    assert "killed by SIGTERM" in run.err

@@ -19,6 +19,7 @@ for apart in (False, True):
 meet()
 if ATTEMPT == 0:
     signal.pause()
+wait_for("finish")
 """
 
 
@@ -30,9 +31,10 @@ def test_killed_agent_starts_again_and_the_job_goes_on(launch: Callable, tmp_pat
     os.kill(agent, signal.SIGKILL)
     second = run.until_told("up", 2, attempt=1)
     assert {row["pid"] for row in first}.isdisjoint(row["pid"] for row in second)
+    assert not old_family & set(run.family()), "the next agent started before all of the old attempt was ended"
+    (tmp_path / "finish").touch()
     assert run.code() == 0, run.story()
     assert f"the agent (pid {agent}) was killed by SIGKILL" in run.err, run.story()
-    assert not old_family & set(run.family()), "processes of the killed agent's attempt live on"
     run.nothing_left()
     assert os.listdir(tmp_path / "tmp") == []
 
@@ -157,3 +159,13 @@ def test_process_table_of_others_is_refused(tmp_path: Path) -> None:
     run = lone_keeper(tmp_path, "os.readlink = lambda path: '1'\ndef agent(link): return 0")
     assert run.returncode == exit_codes.CONFIG
     assert "--mount-proc" in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_node_failure_budget_counts_the_deaths_of_all_agents_before(launch: Callable) -> None:
+    run = launch("--nproc-per-node=1", "--max-node-failures=1", script="tell('up')\nsignal.pause()")
+    for attempt in range(2):
+        run.until_told("up", 1, attempt=attempt)
+        os.kill(run.agent(), signal.SIGKILL)
+    assert run.code() == exit_codes.INTERNAL, run.story()
+    assert "--max-node-failures" in run.err
+    run.nothing_left()

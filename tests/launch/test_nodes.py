@@ -276,3 +276,203 @@ def test_missing_nodes_are_named_when_the_time_is_over(nodes) -> None:
         line = next(line for line in run.err.splitlines() if "join_timeout" in line)
         assert nodes.name(2) in line.partition("not reached")[2] and nodes.name(0) not in line.partition("not reached")[2], line
     nodes.nothing_left()
+
+
+def test_scripts_run_on_each_node(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    pre, post = tmp_path / "pre.sh", tmp_path / "post.sh"
+    pre.write_text('echo "pre $SIDE $TORCHELASTIC_RESTART_COUNT" >> order\n')
+    post.write_text('echo "post $SIDE" >> order\n')
+    nodes.start_all(
+        "--nnodes=2", "--max-restarts=1", f"--pre-train-script={pre}", f"--post-train-script={post}",
+        script="meet()\nsys.exit(3 if ATTEMPT == 0 and RANK == 1 else 0)",
+    )  # fmt: skip
+    assert nodes.codes() == [0, 0], nodes.story()
+    order = (tmp_path / "order").read_text().splitlines()
+    assert sorted(order[:2]) == ["pre 0 0", "pre 1 0"]
+    assert sorted(order[2:4]) == ["pre 0 1", "pre 1 1"]
+    assert sorted(order[4:]) == ["post 0", "post 1"]
+
+
+def test_failing_pre_train_script_is_a_failure_of_the_job(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    pre = tmp_path / "pre.sh"
+    pre.write_text('[ "$SIDE" = 0 ] || exit 7\nsleep 300\n')
+    nodes.start_all("--nnodes=2", f"--pre-train-script={pre}", script="tell('up')")
+    assert nodes.codes() == [7, 7], nodes.story()
+    assert "pre-train script ended with code 7" in nodes.runs[0].err
+    assert not nodes.runs[0].notes("up")
+    nodes.nothing_left()
+
+
+def test_port_of_the_store_taken_in_between_costs_no_restart(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    script = """
+    import socket
+    if GENERATION < 2 and RANK == 0:
+        print(f"port: {os.environ['MASTER_PORT']}, code: -98, name: EADDRINUSE, message: address already in use", file=sys.stderr)
+        sys.exit(1)
+    if GENERATION < 2:
+        signal.pause()
+    meet()
+    """
+    nodes.start_all("--nnodes=2", "--max-restarts=0", script=script)
+    assert nodes.codes() == [0, 0], nodes.story()
+    assert {row["attempt"] for row in nodes.up(2, generation=2)} == {0}
+
+
+def test_victims_on_other_nodes_are_not_blamed(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    script = """
+    import socket
+    if RANK == 1:  # dies without a word while the other node's rank is connected to it
+        server = socket.create_server(("127.0.0.1", 0))
+        tell("port", port=server.getsockname()[1])
+        peer, _ = server.accept()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not told("port"): time.sleep(0.01)
+    [name] = [name for name in os.listdir(FOLDER) if name.startswith("port.")]
+    peer = socket.create_connection(("127.0.0.1", json.load(open(os.path.join(FOLDER, name)))["port"]))
+    peer.recv(1)
+    raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:7777")
+    """
+    nodes.start_all("--nnodes=2", script=script)
+    assert nodes.codes() == [137, 137], nodes.story()
+    for run in nodes.runs.values():
+        assert "rank 1 " in run.err and "SIGKILL" in run.err
+    nodes.nothing_left()
+
+
+def test_two_nodes_without_given_ports_find_free_ones(nodes, launch, tmp_path: Path) -> None:
+    """As torchrun is used by hand: one endpoint for all; the first agent gets its port."""
+    port = next(nodes.ports)
+    for index in (0, 1):
+        nodes.runs[index] = launch(
+            "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", f"--job-id={nodes.job}", script=WORK, env={"SIDE": str(index)}
+        )
+    nodes.up(2)
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0], nodes.story()
+    nodes.nothing_left()
+
+
+def test_standalone_is_alone(nodes, launch, tmp_path: Path) -> None:
+    run = launch("--standalone", "--nnodes=1:4", script=WORK)
+    assert [row["world"] for row in run.until_told("up", 1)] == [1]
+    finish(tmp_path)
+    assert run.code() == 0, run.story()
+
+
+def test_stop_of_a_node_that_still_looks_for_the_others(nodes) -> None:
+    nodes.contacts(0, 1)
+    run = nodes.start(0, "--nnodes=2", script=WORK)
+    run.until(lambda: "looking for" in run.err, "word of what it looks for")
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.code() == 143, run.story()
+    nodes.nothing_left()
+
+
+def test_killed_keeper_of_one_node_ends_that_node_only(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=2:3", script=WORK)
+    sides = nodes.world(nodes.up(3, generation=0))
+    victim = int(sides[2])
+    os.kill(runs[victim].pid, signal.SIGKILL)
+    nodes.up(2, world=2)
+    runs[victim].nothing_left()
+    finish(tmp_path)
+    assert sorted(nodes.codes()) == [-9, 0, 0], nodes.story()
+    nodes.nothing_left()
+
+
+def test_many_restarts_leave_no_memory_or_descriptors_behind(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    runs = nodes.start_all("--nnodes=2", "--max-restarts=60", script="if ATTEMPT < 60: sys.exit(RANK)\n" + WORK)
+
+    def held(run: object) -> tuple[int, int]:
+        agent = run.agent()
+        pages = int(Path(f"/proc/{agent}/statm").read_text().split()[1])
+        return pages * 4, len(os.listdir(f"/proc/{agent}/fd"))
+
+    runs[0].until(lambda: "restart 10 of 60" in runs[0].err and "restart 10 of 60" in runs[1].err, "the tenth restart")
+    before = [held(run) for run in runs]
+    nodes.up(2, attempt=60)
+    after = [held(run) for run in runs]
+    for (kib, fds), (kib_after, fds_after) in zip(before, after, strict=True):
+        assert fds_after <= fds + 8, f"descriptors: {before} -> {after}"
+        assert kib_after < kib + 4096, f"KiB: {before} -> {after}"
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0], nodes.story()
+
+
+@pytest.mark.torch
+def test_gloo_job_on_two_nodes_survives_a_killed_rank(nodes, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    tell("up")
+    total = torch.ones(1)
+    while not os.path.exists(os.path.join(FOLDER, "finish")):
+        total.fill_(1)
+        dist.all_reduce(total)
+        assert total.item() == WORLD
+        tell("reduced")
+        time.sleep(0.01)
+        if ATTEMPT == 0 and RANK == 3 and len(told("reduced")) == WORLD:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)  # ranks see the file in different rounds
+    """
+    nodes.contacts(0, 1)
+    env = {"HPCT_USE_ROOTLESS": "0", "TORCH_SKIP_TCPSTORE": "0"}
+    nodes.start_all("--nnodes=2", "--nproc-per-node=2", "--max-restarts=1", script=script, env=env)
+    nodes.up(4, attempt=1)
+    nodes.runs[0].until_told("reduced", 4, attempt=1)
+    for run in nodes.runs.values():
+        assert "rank 3 " in run.err and "SIGKILL" in run.err, nodes.story()
+    finish(tmp_path)
+    nodes.codes()
+
+
+def test_rank_that_hangs_while_another_node_is_done_is_found(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    nodes.start_all(
+        "--nnodes=2", "--exit-skew-timeout=1", "--max-restarts=1", script="meet()\nif ATTEMPT == 0 and RANK == 1: signal.pause()"
+    )
+    assert nodes.codes() == [0, 0], nodes.story()
+    assert {row["attempt"] for row in nodes.up(4)} == {0, 1}
+    assert "not done 1 s after the first rank" in "".join(run.err for run in nodes.runs.values())
+
+
+def test_node_whose_agent_dies_again_and_again_leaves_no_vote_behind(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=2:3", script=WORK)
+    sides = nodes.world(nodes.up(3, generation=0))
+    victim = runs[int(sides[2])]
+
+    def kill() -> bool:
+        if victim.process.poll() is None and (
+            agents := Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()
+        ):
+            os.kill(int(agents[0]), signal.SIGKILL)
+        return victim.process.poll() is not None
+
+    victim.until(kill, "the launcher that gives up")
+    assert victim.code() == 70, nodes.story()
+    nodes.up(2, world=2)
+    finish(tmp_path)
+    assert sorted(nodes.codes()) == [0, 0, 70], nodes.story()
+    nodes.nothing_left()
+
+
+def test_all_launchers_lost_and_started_again_are_the_same_job(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=3", script=WORK)
+    before = nodes.world(nodes.up(3, generation=0))
+    for run in runs:
+        kill_node(run)
+    nodes.start_all("--nnodes=3", script=WORK)
+    assert nodes.world(nodes.up(3, generation=1)) == before
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0, 0], nodes.story()
+    nodes.nothing_left()

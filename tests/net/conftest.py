@@ -198,11 +198,12 @@ class Hosts:
         path.mkdir(exist_ok=True)
         return path
 
-    def until(self, check: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-        """Wait for something that must come."""
+    def until(self, check: Callable[[], Any], what: str, limit_s: float = LIMIT_S, may_end: bool = False) -> Any:
+        """Wait for something that must come, while agents run."""
         end_s = time.monotonic() + limit_s
         while not (value := check()):
             assert time.monotonic() < end_s, f"no sign of {what}{self.story()}"
+            assert may_end or not all(agent.ended() for agent in self.agents.values()), f"all ended before {what}{self.story()}"
             time.sleep(0.05)
         return value
 
@@ -245,7 +246,7 @@ class Hosts:
         """Let the workers end well; every agent still there must end with 0."""
         (self.folder / "finish").touch()
         for host, agent in self.agents.items():
-            self.until(agent.ended, f"the end on {host}")
+            self.until(agent.ended, f"the end on {host}", may_end=True)
         codes = {host: agent.process.returncode for host, agent in self.agents.items() if host not in self.lost}
         assert set(codes.values()) == {0}, f"{codes}{self.story()}"
 

@@ -159,3 +159,13 @@ def test_any_order_of_events_keeps_the_invariants_and_can_be_brought_to_an_end(
     feed(g.Swept())
     assert group.state is g.State.OVER
     assert overs == 1
+
+
+def test_ranks_here_have_the_skew_timeout_once_another_nodes_are_done() -> None:
+    group = running(2, skew_s=10.0)
+    assert group.next_deadline_s() is None
+    assert group.handle(g.OthersDone(), 5.0) == []
+    assert group.handle(g.Exited(0, 0), 7.0) == []
+    assert group.next_deadline_s() == 15.0, "the first of all counts"
+    (dump,) = group.handle(g.Tick(), 15.0)
+    assert isinstance(dump, g.DumpStacks) and dump.local_ranks == (1,)

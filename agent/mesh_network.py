@@ -1,0 +1,175 @@
+"""The mesh's network as the core needs it: messages to slots, whoever lives there under whatever name.
+
+What travels is an `Envelope`: the core's message with the sender's incarnation, which may change while the connection stays, or a
+failed rank's report for the node of rank 0; or, told apart by its first byte, a frame of the store (store.py). A slot is called after its contact point; an agent that answers there under another name
+(it did not know that the contact point means its host) is that slot's alias.
+
+States: none beside the transport's. Invariant: what comes in is decoded whole or not at all.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from hyperpodrun.agent import mesh_slots
+from hyperpodrun.agent.config import JobConfig, MeshConfig
+from hyperpodrun.agent.mesh_start import MeshStart, Place
+from hyperpodrun.agent.reactor import Reactor
+from hyperpodrun.agent.store import MARK
+from hyperpodrun.agent.transport.addresses import Address, parse_address
+from hyperpodrun.agent.transport.frames import Identity, job_label
+from hyperpodrun.agent.transport.inbox import Link
+from hyperpodrun.agent.transport.probe import Outcome, probe_tcp
+from hyperpodrun.agent.transport.transport import Transport
+from hyperpodrun.agent.wire import names
+from hyperpodrun.agent.wire.mesh import Member, Message
+from hyperpodrun.agent.workers import rendezvous
+
+VERSION = 1
+REPORT_BYTES = 65536
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What one agent sends another."""
+
+    incarnation: int
+    message: Message | None
+    store: str = ""
+    """With Go: where rank 0 of the new world opens its store, host:port."""
+    report: str = ""
+    """Without a message: what is known of a failed rank."""
+
+
+class MeshNetwork:
+    """`on_envelope(node, envelope)`, `on_lost(node)`, `on_store(node, payload)`. Raises BindError, OSError, ValueError, NotImplementedError with a sentence."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        config: JobConfig,
+        mesh: MeshConfig,
+        start: MeshStart,
+        place: Place,
+        incarnation: int,
+        say: Callable[[str], None],
+        environ: Mapping[str, str],
+        on_envelope: Callable[[str, Envelope], None],
+        on_lost: Callable[[str], None],
+        on_store: Callable[[str, bytes], None],
+    ) -> None:
+        self._reactor = reactor
+        self._start = start
+        self._slot = place.slot
+        self._on_envelope = on_envelope
+        self._on_store = on_store
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Envelope)
+        self._aliases: dict[str, str] = {}
+        self._linked: set[str] = set()
+        own = (config.local_addr,) if config.local_addr else ()
+        self._transport = Transport(
+            reactor,
+            identity=Identity(place.slot, incarnation),
+            label=job_label(config.job_id),
+            version=VERSION,
+            on_message=self._received,
+            on_lost=lambda who: on_lost(who.node),
+            on_found=self._found,
+            say=say,
+            bind_hosts=own,
+            advertise=own,
+            first_port=place.port,
+            secret=secret(mesh, environ),
+            insecure=mesh.insecure,
+        )
+        self.addresses = tuple(str(address) for address in self._transport.addresses)
+        """Where this agent can be reached, best first."""
+        first = self._transport.addresses[0].host if self._transport.addresses else rendezvous.loopback()
+        self.host = config.local_addr or first
+        """Where ranks of other nodes reach those of this one."""
+
+    def counters(self) -> dict[str, int]:
+        """Totals, see transport.COUNTERS."""
+        return self._transport.counters()
+
+    def send(self, to: str, envelope: Envelope) -> None:
+        """To whoever lives in slot `to`; may be lost."""
+        self._transport.send(self._aliases.get(to, to), self._encoder.encode(envelope))
+
+    def send_store(self, to: str, payload: bytes) -> bool:
+        """A frame of the store, MARK in front; may be lost."""
+        return self._transport.send(self._aliases.get(to, to), payload)
+
+    def dial(self) -> None:
+        """Look for agents at the contact points known by now."""
+        for address in self._start.contacts:
+            if slot_of(address) != self._slot:
+                self._transport.find(address)
+
+    def link(self, members: Iterable[Member]) -> None:
+        """Keep connections to these, and to no others that it was kept to."""
+        wanted = {member.node: member.addresses for member in members if member.node != self._slot}
+        for node, addresses in wanted.items():
+            self._transport.connect(node, [parse_address(text) for text in addresses])
+        for node in self._linked - set(wanted):
+            self._transport.forget(node)
+        self._linked = set(wanted)
+
+    def probe(self, slot: str, on_answer: Callable[[bool], None]) -> None:
+        """M2's plain connect: was it refused? Silence gives no answer. By the contact point, if no agent ever answered there."""
+
+        def known(outcome: Outcome) -> None:
+            if outcome in ("refused", "accepted"):
+                on_answer(outcome == "refused")
+
+        contact = next((address for address in self._start.contacts if slot_of(address) == slot), None)
+        if slot in self._aliases or contact is None or contact.port is None:
+            self._transport.probe(self._aliases.get(slot, slot), known)
+            return
+        port = contact.port
+
+        def resolved(hosts: list[str], _reason: str) -> None:
+            if hosts:
+                probe_tcp(self._reactor, hosts[0], port, known)
+            else:
+                known("refused")  # a name that does not exist: no host, no agent
+
+        self._start.resolver.ask(contact.host, resolved)
+
+    def not_here(self, nodes: Iterable[str]) -> set[str]:
+        """Slots with a contact point in which none of these nodes lives."""
+        here = set(nodes)
+        slots = {slot_of(address) for address in self._start.contacts}
+        return {slot for slot in slots if self._aliases.get(slot, slot) not in here}
+
+    def close(self) -> None:
+        """Leave the network at once."""
+        self._transport.close()
+
+    def _found(self, address: Address, who: Identity | None) -> None:
+        if who is not None:
+            self._aliases[slot_of(address)] = who.node
+
+    def _received(self, who: Identity, payload: bytes, _link: Link) -> None:
+        if payload[:1] == MARK:
+            self._on_store(who.node, payload)
+            return
+        try:
+            envelope = self._decoder.decode(payload)
+        except msgspec.DecodeError:
+            return  # the transport counts frames; one of this job that is no message of ours is not worth a line
+        self._on_envelope(who.node, envelope)
+
+
+def slot_of(contact: Address) -> str:
+    """The slot that a contact point with a port names."""
+    return mesh_slots.slot_name(contact.host, contact.port or 0)
+
+
+def secret(mesh: MeshConfig, environ: Mapping[str, str]) -> bytes | None:
+    """The job's secret: of the file, else of the variable, else none. Raises OSError."""
+    if mesh.secret_file:
+        with open(mesh.secret_file, "rb") as file:
+            return file.read()
+    text = environ.get(names.JOB_SECRET)
+    return text.encode(errors="surrogateescape") if text else None

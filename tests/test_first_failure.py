@@ -1,0 +1,124 @@
+"""A node's first failure is told once, in the right words, and not before the culprit's own."""
+
+from typing import Any
+
+import pytest
+
+from hyperpodrun.agent.failure import Verdict
+from hyperpodrun.agent.first_failure import READ_S, VICTIM_WAIT_S, FirstFailure
+from hyperpodrun.agent.workers.group import End
+
+FAILED = End(local_rank=1, pid=7, status=256, at_s=0.0)
+WORDS = Verdict(3, headline="rank 1 said why")
+OVER = Verdict(3, headline="rank 1 said why, in the end")
+
+
+class Desk:
+    victim = False
+
+    def first_words(self, end: End) -> tuple[Verdict, bool]:
+        assert end is FAILED
+        return WORDS, self.victim
+
+    def first_report(self, end: End) -> str:
+        return "the whole report"
+
+
+class Scene:
+    """What happened, in order."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock = clock
+        self.desk = Desk()
+        self.events: list[object] = []
+        self.first = FirstFailure(
+            clock, self.desk, self.events.append, self.events.append, lambda verdict: self.events.append(("over", verdict))
+        )  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def scene(clock: Any) -> Scene:
+    return Scene(clock)
+
+
+def test_told_and_shipped_once_the_last_words_are_read(scene: Scene) -> None:
+    scene.first.failed(FAILED)
+    scene.first.drained(0)
+    scene.clock.pass_time(0)
+    assert scene.events == []
+    scene.first.drained(1)
+    scene.clock.pass_time(0)
+    assert scene.events == [WORDS, "the whole report"]
+    scene.first.drained(1)
+    scene.first.over(OVER)
+    scene.clock.pass_time(60)
+    assert scene.events[2:] == [("over", OVER)]
+
+
+def test_told_without_them_when_they_take_long_and_shipped_when_they_come(scene: Scene) -> None:
+    scene.first.failed(FAILED)
+    scene.clock.pass_time(READ_S)
+    assert scene.events == [WORDS]
+    scene.first.drained(1)
+    assert scene.events == [WORDS, "the whole report"]
+
+
+def test_attempt_that_is_over_at_once_is_passed_on_after_the_word(scene: Scene) -> None:
+    scene.first.failed(FAILED)
+    scene.first.over(OVER)
+    assert scene.events == [WORDS, "the whole report", ("over", OVER)]
+
+
+def test_failure_without_a_failed_rank_is_told_in_the_end(scene: Scene) -> None:
+    scene.first.over(OVER)
+    assert scene.events == [OVER, ("over", OVER)]
+
+
+def test_success_needs_no_word(scene: Scene) -> None:
+    scene.first.over(Verdict(0))
+    assert scene.events == [("over", Verdict(0))]
+
+
+def test_likely_victim_waits_for_the_culprits_word(scene: Scene) -> None:
+    scene.desk.victim = True
+    scene.first.failed(FAILED)
+    scene.first.drained(1)
+    scene.clock.pass_time(0)
+    scene.first.over(OVER)
+    scene.clock.pass_time(VICTIM_WAIT_S / 2)
+    assert scene.events == []
+    scene.first.settle()
+    assert scene.events == [("over", OVER)], "the culprit's node told already"
+    scene.clock.pass_time(60)
+    assert scene.events == [("over", OVER)]
+
+
+def test_victim_is_told_when_nobody_else_speaks(scene: Scene) -> None:
+    scene.desk.victim = True
+    scene.first.failed(FAILED)
+    scene.first.over(OVER)
+    scene.clock.pass_time(VICTIM_WAIT_S)
+    assert scene.events == [WORDS, "the whole report", ("over", OVER)]
+
+
+def test_settled_elsewhere_before_the_words_are_read(scene: Scene) -> None:
+    scene.first.failed(FAILED)
+    scene.first.settle()
+    scene.clock.pass_time(60)
+    assert scene.events == []
+    scene.first.over(OVER)
+    assert scene.events == [("over", OVER)]
+
+
+def test_next_attempt_starts_from_nothing(scene: Scene) -> None:
+    scene.desk.victim = True
+    scene.first.failed(FAILED)
+    scene.clock.pass_time(READ_S)
+    scene.first.begin()
+    scene.clock.pass_time(60)
+    assert scene.events == []
+    scene.desk.victim = False
+    scene.first.failed(FAILED)
+    scene.first.failed(FAILED)
+    scene.clock.pass_time(READ_S)
+    assert scene.events == [WORDS]
