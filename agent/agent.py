@@ -25,9 +25,11 @@ from hyperpodrun.agent.policy.budget import Total, Window
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
+from hyperpodrun.agent.store import Store
 from hyperpodrun.agent.wire import exit_codes, names
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
+from hyperpodrun.agent.workers.group import End
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import places
 from hyperpodrun.agent.workers.script import Script
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
 TELL_GRACE_S = 1.0
+PORT_OF_THE_STORE = (
+    "a rank wanted to listen on MASTER_PORT, where the launcher's own store listens: connect there, take another port, "
+    "or set HPCT_USE_ROOTLESS=0, which leaves that port to rank 0"
+)
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -94,7 +100,7 @@ class Agent:
             self.node,
             on_over=self.attempt_over,
             on_change=self.write_status,
-            on_first_failure=lambda end: self.first_failure.failed(end) if self.mesh else None,
+            on_first_failure=self.rank_failed,
             on_drained=lambda local_rank: self.first_failure.drained(local_rank),
         )
         self.first_failure = FirstFailure(
@@ -104,6 +110,7 @@ class Agent:
             ship=lambda text: self.mesh.ship(self.attempt.world.generation, text) if self.mesh and self.attempt.world else None,
             pass_on=self.pass_on,
         )
+        self.store: Store | None = None
         self.watched: dict[int, Callable[[int], None]] = {}
         self.unclaimed: dict[int, int] = {}
         self.ports: set[int] = set()
@@ -120,6 +127,8 @@ class Agent:
         try:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
+            if config.rootless:
+                self.store = Store(self.reactor, self.output.say, self.send_to_node if config.mesh else None, config.master_port)
             if config.mesh is not None:
                 self.join_mesh()
         except (OSError, ValueError) as error:
@@ -213,7 +222,7 @@ class Agent:
         """Start all ranks; this node is the world."""
         config = self.config
         try:
-            port = config.master_port or rendezvous.choose_port(frozenset(self.ports))
+            port = config.master_port or (0 if self.store else rendezvous.choose_port(frozenset(self.ports)))
         except OSError as error:
             self.output.say(str(error))
             self.advance(policy.AttemptOver(exit_codes.CONFIG, final=True))
@@ -243,7 +252,21 @@ class Agent:
         )
         self.unclaimed.clear()
         self.first_failure.begin()
-        self.attempt.run(world)
+        if self.store is not None:
+            slot = self.mesh.slot if self.mesh else ""
+            self.store.open(world.generation, slot, world.nodes or (slot,))
+        self.attempt.run(world, self.store.address if self.store else None)
+
+    def rank_failed(self, end: End) -> None:
+        """A rank failed, the first one here. Whoever waits for one of its keys, deaf to signals, is freed."""
+        self.end_store(f"local rank {end.local_rank} of {self.node} failed")
+        if self.mesh is not None:
+            self.first_failure.failed(end)
+
+    def end_store(self, reason: str) -> None:
+        """This world's keys are of no use any more."""
+        if self.store is not None:
+            self.store.end(reason)
 
     def tell_failure(self, verdict: Verdict) -> None:
         """A rank failed, here first as far as is known: a word to the mesh."""
@@ -253,6 +276,9 @@ class Agent:
 
     def attempt_over(self, verdict: Verdict) -> None:
         """Nothing of the attempt is left."""
+        self.end_store("its ranks have ended")
+        if self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
+            self.output.say(PORT_OF_THE_STORE)
         if self.mesh is not None:
             self.desk.tell_here()
             self.first_failure.over(verdict)
@@ -266,7 +292,8 @@ class Agent:
     def port_taken(self, text: str) -> bool:
         """Do a rank's last words say that another program took the port that was chosen for its store?"""
         world = self.attempt.world
-        return world is not None and self.config.master_port is None and rendezvous.names_taken_port(text, world.master_port)
+        chosen = world is not None and self.store is None and self.config.master_port is None
+        return chosen and world is not None and rendezvous.names_taken_port(text, world.master_port)
 
     # --- the mesh
 
@@ -284,6 +311,7 @@ class Agent:
             os.environ,
             self.link.lease,
             self.link.run_dir.path,
+            self.store_heard,
             port,
         )
         self.mesh.start()
@@ -306,6 +334,16 @@ class Agent:
             case cluster.TellLeaving():
                 self.mesh.notify(fx.LeaveAsked())
 
+    def send_to_node(self, node: str, payload: bytes) -> None:
+        """The store has something for another node's agent."""
+        if self.mesh is not None:
+            self.mesh.send(node, payload)
+
+    def store_heard(self, node: str, payload: bytes) -> None:
+        """Another node's store has something for this one."""
+        if self.store is not None:
+            self.store.received(node, payload)
+
     def placed(self, port: int, vote_path: str) -> None:
         """The port is this launcher's from now on, also if this agent should die, and the vote file is to be gone in the end."""
         self.link.remember(mesh_port=port, vote=vote_path)
@@ -316,6 +354,7 @@ class Agent:
 
     def stop_here(self, generation: int, kill: bool) -> None:
         """The mesh says: stop."""
+        self.end_store(self.mesh.view.reason if self.mesh and self.mesh.view else "this node is no longer part of it")
         self.first_failure.settle()
         self.advance(cluster.StopHere(generation, kill))
 
@@ -375,6 +414,8 @@ class Agent:
         self.code = code
         self.desk.flush(code)
         self.starter.close()
+        if self.store is not None:
+            self.store.close()
         self.sweeper.sweep(self.ended, gentle=False, marked=True)
 
     def ended(self, left: tuple[str, ...]) -> None:

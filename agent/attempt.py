@@ -65,6 +65,7 @@ class AttemptRunner:
         self._on_first_failure = on_first_failure
         self._on_drained = on_drained
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s)
+        self._store: tuple[str, int] | None = None
         self._tick: Timer | None = None
         self._draining: set[int] = set()
         self._swept: tuple[str, ...] | None = None
@@ -72,9 +73,10 @@ class AttemptRunner:
 
     # --- for the agent
 
-    def run(self, world: World) -> None:
-        """Start this node's ranks of that world."""
+    def run(self, world: World, store: tuple[str, int] | None = None) -> None:
+        """Start this node's ranks of that world. `store` is where the agent's own store listens; None: rank 0 opens one."""
         self.world = world
+        self._store = store
         self._draining = set()
         self._swept = None
         self._desk.begin_attempt(world)
@@ -153,11 +155,12 @@ class AttemptRunner:
                 restart_count=world.restart_count,
                 generation=world.generation,
                 node=self._node,
-                master_addr=world.master_addr,
-                master_port=world.master_port,
+                master_addr=self._store[0] if self._store else world.master_addr,
+                master_port=self._store[1] if self._store else world.master_port,
                 error_file=self._output.error_file(local_rank),
                 family=self._family,
-                use_agent_store=False,
+                use_agent_store=self._store is not None,
+                rank0_addr=world.master_addr,
                 visible_device=place.visible_device,
             )
             workers.append(Worker(local_rank, environment.worker_argv(config, local_rank), env, place.cpus))

@@ -56,6 +56,7 @@ class MeshDriver:
 
     `remembered_port`: see MeshStart. `hold_until` keeps the watch over the workers' lease (monotonic ns, 0: none). Orders of people
     are looked for in `run_dir`.
+    `on_store(node, payload)` gets what another agent's store says.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class MeshDriver:
         environ: Mapping[str, str],
         hold_until: Callable[[int], None],
         run_dir: str,
+        on_store: Callable[[str, bytes], None],
         remembered_port: int = 0,
     ) -> None:
         assert config.mesh is not None
@@ -79,6 +81,7 @@ class MeshDriver:
         self._environ = environ
         self._hold_until = hold_until
         self._run_dir = run_dir
+        self._on_store = on_store
         self._start = MeshStart(reactor, config.mesh, remembered_port, watch_child, say, environ, self._placed, self._dial)
         self._farewell = Farewell(reactor, self._neighbours, self._tell_end)
         bind_again = remembered_port or not config.mesh.port_given
@@ -126,6 +129,10 @@ class MeshDriver:
             if len(raw) > REPORT_BYTES:
                 text = raw[:REPORT_BYTES].decode(errors="ignore") + "\n(cut here)"
             self._send(leader, None, report=text)
+
+    def send(self, node: str, payload: bytes) -> bool:
+        """Send another node's agent something of its store; it may be lost."""
+        return self._network is not None and self._network.send_store(node, payload)
 
     @property
     def view(self) -> View | None:
@@ -192,6 +199,7 @@ class MeshDriver:
             self._environ,
             self._received,
             self._lost,
+            self._on_store,
         )
         self.slot, self._votes, self._network = place.slot, votes, network
         self._worlds = Worlds(place.slot, network.host, config.master_port)

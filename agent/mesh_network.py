@@ -1,7 +1,7 @@
 """The mesh's network as the core needs it: messages to slots, whoever lives there under whatever name.
 
 What travels is an `Envelope`: the core's message with the sender's incarnation, which may change while the connection stays, or a
-failed rank's report for the node of rank 0. A slot is called after its contact point; an agent that answers there under another name
+failed rank's report for the node of rank 0; or, told apart by its first byte, a frame of the store (store.py). A slot is called after its contact point; an agent that answers there under another name
 (it did not know that the contact point means its host) is that slot's alias.
 
 States: none beside the transport's. Invariant: what comes in is decoded whole or not at all.
@@ -15,6 +15,7 @@ from hyperpodrun.agent import mesh_slots
 from hyperpodrun.agent.config import JobConfig, MeshConfig
 from hyperpodrun.agent.mesh_start import MeshStart, Place
 from hyperpodrun.agent.reactor import Reactor
+from hyperpodrun.agent.store import MARK
 from hyperpodrun.agent.transport.addresses import Address, parse_address
 from hyperpodrun.agent.transport.frames import Identity, job_label
 from hyperpodrun.agent.transport.inbox import Link
@@ -41,7 +42,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeshNetwork:
-    """`on_envelope(node, envelope)`, `on_lost(node)`. Raises BindError, OSError, ValueError, NotImplementedError with a sentence."""
+    """`on_envelope(node, envelope)`, `on_lost(node)`, `on_store(node, payload)`. Raises BindError, OSError, ValueError, NotImplementedError with a sentence."""
 
     def __init__(
         self,
@@ -55,11 +56,13 @@ class MeshNetwork:
         environ: Mapping[str, str],
         on_envelope: Callable[[str, Envelope], None],
         on_lost: Callable[[str], None],
+        on_store: Callable[[str, bytes], None],
     ) -> None:
         self._reactor = reactor
         self._start = start
         self._slot = place.slot
         self._on_envelope = on_envelope
+        self._on_store = on_store
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Envelope)
         self._aliases: dict[str, str] = {}
@@ -98,6 +101,10 @@ class MeshNetwork:
             # the agents meet half a second later.
             key = self._contact(to) or key
         self._transport.send(key, self._encoder.encode(envelope))
+
+    def send_store(self, to: str, payload: bytes) -> bool:
+        """A frame of the store, MARK in front; may be lost."""
+        return self._transport.send(self._aliases.get(to, to), payload)
 
     def dial(self) -> None:
         """Look for agents at the contact points known by now."""
@@ -153,6 +160,9 @@ class MeshNetwork:
             self._aliases[slot_of(address)] = who.node
 
     def _received(self, who: Identity, payload: bytes, _link: Link) -> None:
+        if payload[:1] == MARK:
+            self._on_store(who.node, payload)
+            return
         try:
             envelope = self._decoder.decode(payload)
         except msgspec.DecodeError:

@@ -59,4 +59,5 @@ class Worlds:
             group_world_size=len(view.order),
             master_addr=host,
             master_port=int(port),
+            nodes=view.order,
         )

@@ -26,6 +26,7 @@ AGENT_LAYERS = {
     "doors": 5,
     "sim": 5,
     "status": 5,
+    "store": 6,
     "keeper": 6,
     "failure": 6,
     "attempt": 7,

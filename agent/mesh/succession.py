@@ -73,8 +73,10 @@ def successor(config: MeshConfig, view: View, digest: str, roll: RollCall) -> Vi
     reborn = frozenset(j.node for j in joiners)
     kept = tuple(m for m in view.members if keeps(m, roll, reborn))
     members = tuple(sorted((*kept, *joiners), key=lambda m: m.node))
-    if not members or view.mode == "closed":
+    if view.mode == "closed":
         return None
+    if not members:  # all leave at once: nobody would be left to decide a view without them
+        return _closed(view, digest, 0, "all nodes left") if roll.leaving.issuperset(m.node for m in view.members) else None
     stay = frozenset(m.node for m in kept)
     gone = tuple(m for m in view.members if m.node not in stay)
     running = view.mode == "run"

@@ -57,12 +57,13 @@ def worker_env(
     error_file: str,
     family: str,
     use_agent_store: bool,
+    rank0_addr: str,
     visible_device: str | None,
 ) -> list[tuple[bytes, bytes]]:
     """The whole environment of one rank.
 
     `group_rank` is the node's rank, `group_world_size` the number of nodes; `visible_device` becomes CUDA_VISIBLE_DEVICES
-    (None: as inherited). There is one role, so the rank within it is the rank.
+    (None: as inherited), `rank0_addr` is rank 0's host. There is one role, so the rank within it is the rank.
     """
     env = common_env(config, base_env)
     own: dict[str, str | int | bool] = {
@@ -87,8 +88,12 @@ def worker_env(
         names.JOB_ID: config.job_id,
         names.GENERATION: generation,
         names.NODE: node,
+        names.RANK0_ADDR: rank0_addr,
         names.FAMILY: family,
     }
+    if use_agent_store:
+        host = f"[{master_addr}]" if ":" in master_addr else master_addr
+        own[names.LINK] = f"tcp://{host}:{master_port}"
     if visible_device is not None:
         own[names.CUDA_VISIBLE_DEVICES] = visible_device
     for name, value in own.items():

@@ -136,6 +136,7 @@ def test_port_taken_in_between_costs_no_restart(launch: Callable) -> None:
             print(f"port: {os.environ['MASTER_PORT']}, code: -98, name: EADDRINUSE, message: address already in use", file=sys.stderr)
             sys.exit(1)
         """,
+        env={"HPCT_USE_ROOTLESS": "0"},
     )
     assert run.code() == 0, run.story()
     ports = [row["port"] for row in run.notes("port")]

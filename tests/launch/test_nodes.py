@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-ENV = "MASTER_ADDR MASTER_PORT GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+ENV = "MASTER_ADDR MASTER_PORT GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE HYPERPODRUN_RANK0_ADDR"
 WORK = f"""
 tell("up", **{{name: os.environ[name] for name in {ENV.split()!r}}})
 while len(told("up")) < WORLD: time.sleep(0.01)
@@ -31,7 +31,8 @@ def test_three_nodes_are_one_world_and_end_together(nodes, tmp_path: Path) -> No
     for row in rows:
         assert row["rank"] == 2 * int(row["GROUP_RANK"]) + int(row["LOCAL_RANK"]), "ranks of a node are no block"
         assert (row["world"], row["GROUP_WORLD_SIZE"], row["LOCAL_WORLD_SIZE"]) == (6, "3", "2")
-    assert len({(row["MASTER_ADDR"], row["MASTER_PORT"]) for row in rows}) == 1
+    assert len({(row["GROUP_RANK"], row["MASTER_PORT"]) for row in rows}) == 3, "one door a node, for all its ranks"
+    assert {row["MASTER_ADDR"] for row in rows} == {"127.0.0.1"} and len({row["HYPERPODRUN_RANK0_ADDR"] for row in rows}) == 1
     began_s = time.monotonic()
     finish(tmp_path)
     assert nodes.codes() == [0, 0, 0], nodes.story()
@@ -44,6 +45,7 @@ def test_failure_anywhere_restarts_the_world_once_and_everyone_counts_the_same(n
     nodes.start_all(
         "--nnodes=2", "--nproc-per-node=2", "--max-restarts=2",
         script=WORK.replace("wait_for", "if ATTEMPT < 2 and RANK == 3: sys.exit(9)\nwait_for"),
+        env={"HPCT_USE_ROOTLESS": "0"},
     )  # fmt: skip
     first, last = nodes.up(4, generation=0), nodes.up(4, generation=2)
     assert [row["attempt"] for row in last] == [2] * 4

@@ -19,7 +19,7 @@ def config(**more):
 def rank_env(config, base=None, **more):
     place = {
         "local_rank": 1, "rank": 5, "world_size": 8, "group_rank": 2, "group_world_size": 4, "restart_count": 1, "generation":
-        7, "node": "n2", "master_addr": "h", "master_port": 1234, "error_file": "/e", "family": "f", "use_agent_store": False,
+        7, "node": "n2", "master_addr": "h", "master_port": 1234, "error_file": "/e", "family": "f", "use_agent_store": False, "rank0_addr": "r0",
         "visible_device": None,
     }  # fmt: skip
     pairs = environment.worker_env(config, base or {}, **{**place, **more})
@@ -44,7 +44,7 @@ def test_own_variables():
     env = rank_env(config())
     wanted = {
         names.JOB_ID: "job", names.GENERATION: "7", names.NODE: "n2", names.FAMILY: "f", names.JOB_RESTART_COUNT: "1",
-        names.SPARE: "0",
+        names.SPARE: "0", names.RANK0_ADDR: "r0",
     }  # fmt: skip
     assert {name: env.get(name) for name in wanted} == wanted
 

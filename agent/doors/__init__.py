@@ -1,0 +1,1 @@
+"""Ways into the store for processes of this host."""

@@ -1,0 +1,154 @@
+"""Door 2: the agents' store as a `torch.distributed.Store` written in Python (MESH S7).
+
+Theory. The work is done by torch's own C++ client on the agent's port, one connection a thread, so that no thread waits for another
+and a blocked call does not hold the interpreter's lock. What is added: writes are acknowledged before the call returns, so each call
+is linearizable; a fork gets connections of its own; torch finds the methods under both spellings that it looks for.
+
+torch keeps only the C++ half of a Python store alive: `current()` keeps the other one, for as long as the process lives.
+Invariants: a connection is used by the process and thread that made it. Source: torch/csrc/distributed/c10d/init.cpp, PythonStore.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore  # where torch.distributed takes them from
+
+from hyperpodrun.agent.wire import names
+
+_DEFAULT_TIMEOUT = timedelta(seconds=300)
+_current: dict[str, "MeshStore"] = {}
+_lock = threading.Lock()
+
+
+class NoLauncher(RuntimeError):
+    """This process was not started by hyperpodrun with its own store."""
+
+
+class MeshStore(Store):
+    """All keys of this generation. `address` is (host, port) of this node's agent; what takes longer than `timeout` raises
+    `dist.DistStoreError`."""
+
+    def __init__(self, address: tuple[str, int], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+        super().__init__()
+        self._address = address
+        self._clients = threading.local()
+        self.set_timeout(timeout)
+
+    @classmethod
+    def current(cls) -> "MeshStore":
+        """The store of the generation that this process belongs to; one object a generation. Raises NoLauncher."""
+        link = os.environ.get(names.LINK, "")
+        generation = os.environ.get(names.GENERATION, "")
+        if not link.startswith("tcp://"):
+            raise NoLauncher(
+                f"{names.LINK} is not set: start this program with hyperpodrun (and without {names.USE_ROOTLESS}=0) to have its store"
+            )
+        key = f"{generation} {link}"
+        with _lock:
+            if key not in _current:
+                host, _, port = link.removeprefix("tcp://").rpartition(":")
+                _current[key] = cls((host.strip("[]"), int(port)))
+            return _current[key]
+
+    timeout: timedelta
+    """How long a get or wait without a limit of its own may take. Held by the C++ half, where PrefixStore sets it."""
+
+    def _client(self) -> Any:
+        mine = self._clients
+        if getattr(mine, "pid", None) != os.getpid():
+            host, port = self._address
+            mine.client = TCPStore(host, port, None, False, timeout=_DEFAULT_TIMEOUT, wait_for_workers=False)
+            mine.pid = os.getpid()
+        mine.client.set_timeout(self.timeout)
+        return mine.client
+
+    def _acknowledged(self, client: Any) -> None:
+        client.check([])  # the agent answers when all that was written before has been carried out
+
+    # --- torch.distributed.Store
+
+    def set(self, key: str, value: Any) -> None:
+        """Store a value."""
+        client = self._client()
+        client.set(key, value)
+        self._acknowledged(client)
+
+    def get(self, key: str) -> bytes:
+        """The value, once there is one."""
+        return bytes(self._client().get(key))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number (0 if there is none) and return the sum, of 64 bit."""
+        return int(self._client().add(key, value))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """Replace `expected` by `desired`; the value after that."""
+        return bytes(self._client().compare_set(key, expected, desired))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Are all there?"""
+        return bool(self._client().check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all are there."""
+        self._client().wait(list(keys), self.timeout if timeout is None else timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Was there such a key?"""
+        return bool(self._client().delete_key(key))
+
+    def num_keys(self) -> int:
+        """Of all nodes' shards."""
+        return int(self._client().num_keys())
+
+    def append(self, key: str, value: Any) -> None:
+        """Add to the end of a value."""
+        client = self._client()
+        client.append(key, value)
+        self._acknowledged(client)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values, once all are there."""
+        return [bytes(value) for value in self._client().multi_get(list(keys))]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        """Store several values."""
+        client = self._client()
+        client.multi_set(list(keys), list(values))
+        self._acknowledged(client)
+
+    def has_extended_api(self) -> bool:
+        """append, multi_get and multi_set are there."""
+        return True
+
+    def queue_push(self, key: str, value: Any) -> None:
+        """Put an item at a queue's end."""
+        client = self._client()
+        client.queue_push(key, value)
+        self._acknowledged(client)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the oldest item. Raises `dist.QueueEmptyError` when there is none and `block` is false."""
+        return bytes(self._client().queue_pop(key, block))
+
+    def queue_len(self, key: str) -> int:
+        """How many items wait."""
+        return int(self._client().queue_len(key))
+
+    def list_keys(self) -> list[str]:
+        """All keys."""
+        return list(self._client().list_keys())
+
+    def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
+        """Until `world_size` have come."""
+        self._client().barrier(key, world_size, self.timeout if timeout is None else timeout)
+
+    def clone(self) -> "MeshStore":
+        """The same keys; torch's C++ side asks for one to use elsewhere."""
+        return self
+
+    deleteKey = delete_key
+    getNumKeys = num_keys
