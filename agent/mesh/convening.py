@@ -39,7 +39,9 @@ def convene(agent: Node, now: int) -> list[Effect]:
     agent.proposed_ns = now
     agent.acked.clear()
     effects: list[Effect] = []
-    if agent.view is not None:
+    if agent.view is None:
+        agent.agreement.enlist("")  # whoever asked for a recovery is gone: this is about view 0 again
+    else:
         effects += (Send(j.node, Probe(agent.here)) for j in agent.reports.joiners(now))
     return effects + agent.agreement.propose(now, stranded(agent))
 

@@ -194,6 +194,8 @@ class Node:
             if self.works.state == "none" and now >= self.bootstrap.due_ns:
                 effects += self.bootstrap.hellos(now, self.here, self.member)
         else:
+            if self.works.state == "running" and not self.lease.valid(now):
+                effects += self._fence(now)
             if now >= self.heartbeat_ns:
                 effects += self._round(now)
             if (due := self.detector.loud_due()) is not None and now >= due:
@@ -207,8 +209,6 @@ class Node:
             if (late := self.barrier.late_ns()) is not None and now >= late:
                 for node in self.barrier.overdue(now):
                     effects += voice.accuse_unready(self, now, node)
-            if self.works.state == "running" and not self.lease.valid(now):
-                effects += self._fence(now)
             if self.leave_by_ns is not None and now >= self.leave_by_ns:
                 effects += standing.end(self, now, 0, "left without waiting for the others' word")
         return effects + self.agreement.tick(now)

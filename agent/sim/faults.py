@@ -145,7 +145,7 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
             faults.append(Fault(at, kind, (who,), span))
             faults.append(Fault(at + rng.choice((0, 50)), "restart", (rng.choice(nodes),)))
         elif kind == "falter":
-            faults.append(Fault(at, kind, (), rng.choice((1000, 1300, 5000)), rng.randint(0, 2 * len(nodes))))
+            faults.append(Fault(at, kind, (), rng.choice((1000, 1300)), rng.randint(0, 2 * len(nodes))))
             if rng.random() < 0.7:
                 faults.append(Fault(at, "restart" if rng.random() < 0.5 else "fail", (who,)))
         elif kind == "loss":

@@ -61,8 +61,9 @@ def complaint(world: World) -> str | None:
         if host.node is None or host.node.view is None or host.node.view != view:
             where = None if host.node is None or host.node.view is None else host.node.view.number
             return f"{host.name} is in view {where}, the newest is {view.number}"
-    if len(up) >= world.config.min_nodes and view.mode != "run":
-        return f"{len(up)} nodes are there and the job holds"
+    met = [host for host in up if host.node is not None and host.node.view is not None]
+    if len(met) >= world.config.min_nodes and view.mode != "run":
+        return f"{len(met)} nodes are there and the job holds"
     calm = world.schedule.end_ms - world.schedule.healed_ms() > world.config.fence_ns // 1_000_000 + CALM_MS
     if view.mode == "run" and (calm or not view.ghosts):
         idle = [name for name in view.order if world.hosts[name].works != (view.chain, view.generation)]

@@ -287,7 +287,7 @@ BUGS = (
     Bug("whoever answered late is dropped", "A4", drops_everyone_silent),
     Bug("survivors change their ranks", "A6", shuffles),
     Bug("view 0 is formed without evidence", "A10", forms_at_will, seed=33),
-    Bug("a majority of the slots recovers", "A11", majority_recovers, nodes=(3, 8), seed=175),
+    Bug("a majority of the slots recovers", "A11", majority_recovers, nodes=(3, 8), seed=775),
     Bug("anybody forms view 0", "A10", anyone_forms),
     Bug("nobody hears of a decision", "M6", decides_in_silence),
     Bug("a restart keeps the generation", "A8", same_generation, seed=1),
