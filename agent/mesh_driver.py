@@ -236,6 +236,7 @@ class MeshDriver:
             join_window_ns=int(mesh.join_window_s * 1e9),
             heartbeat_ns=heartbeat_ms * 1_000_000,
             misses=misses,
+            phase_ns=time.monotonic_ns() - time.time_ns(),
         )
 
     def _dial(self) -> None:

@@ -8,8 +8,12 @@ States of a member: clear (< L), suspect (L..H-1), certain (>= H, with the time 
 Invariants: alerts of other views and of strangers count nothing; an alert never goes back to an older `seq`.
 """
 
+from hyperpodrun.agent.mesh.config import MS
 from hyperpodrun.agent.mesh.rings import Rings
 from hyperpodrun.agent.wire.mesh import Alert
+
+
+SETTLE_NS = 20 * MS
 
 
 class Alerts:
@@ -22,6 +26,7 @@ class Alerts:
         self._raw: dict[str, int] = {}
         self._count: dict[str, int] = {}
         self._dirty = False
+        self._settled_ns = -SETTLE_NS
         self._certain_since: dict[str, int] = {}
         self._suspects: tuple[str, ...] = ()
         self.first_ns: int | None = None
@@ -46,11 +51,15 @@ class Alerts:
             self.last_ns = now
         return True
 
-    def settle(self, now: int) -> None:
-        """Count what came in; to be called before anything is asked. Apart from `apply`, for alerts come in bursts."""
+    def settle(self, now: int, must: bool = False) -> int | None:
+        """Count what came in; apart from `apply`, for alerts come in bursts. A count takes a walk over all suspects and their
+        observers (1 ms where a third of 512 is lost), so it is put off to `settle_ns` after the last one unless it `must` be
+        now: returns when, or None."""
         if not self._dirty:
-            return
-        self._dirty = False
+            return None
+        if not must and now < self._settled_ns + SETTLE_NS:
+            return self._settled_ns + SETTLE_NS
+        self._dirty, self._settled_ns = False, now
         low, high = self._rings.low, self._rings.high
         self._count = {}
         suspects = []
@@ -76,6 +85,7 @@ class Alerts:
             self.first_ns = None
         elif self.first_ns is None:
             self.first_ns = now
+        return None
 
     def count(self, subject: str) -> int:
         """Alerts about `subject`, by rings, implied ones included."""

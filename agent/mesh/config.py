@@ -25,6 +25,9 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     rings: int = 10
     heartbeat_ns: int = 250 * MS
+    phase_ns: int = 0
+    """Rounds begin this long after multiples of their interval. Where it is the same moment everywhere (the driver takes the wall
+    clock's), a node hears all its subjects in one wake-up; nothing rests on it."""
     misses: int = 3
     """A silent peer is accused after heartbeat x misses x (health score + 1)."""
     stalled_ns: int = 3 * S
@@ -64,6 +67,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest way to the restart barrier: shutdown timeout and abort timeout included."""
     leave_ns: int = 5 * S
     """A leaver waits so long for the view without it."""
+
+    def next_round_ns(self, now: int, every_ns: int) -> int:
+        """The next beginning of a round."""
+        return now + every_ns - (now - self.phase_ns) % every_ns
 
     @property
     def forms_anywhere(self) -> bool:

@@ -65,18 +65,21 @@ def turn_at(agent: Node, now: int) -> int | None:
     if agent.view is None:
         return agent.bootstrap.form_at(now) if agent.works.state == "none" else None
     config = agent.config
-    agent.alerts.settle(now)
+    put_off = agent.alerts.settle(now)
     ats = [agent.reports.convene_at(now)]
     if agent.alerts.first_ns is not None:
         ats.append(min(agent.alerts.first_ns + config.quiet_cap_ns, agent.alerts.last_ns + config.quiet_ns))
     if agent.agreement.open:
         ats.append(agent.agreement.accepted_ns + config.open_ns)
     ready = [at for at in ats if at is not None]
-    if not ready or agent.view.mode == "closed":
+    if agent.view.mode == "closed":
         return None
+    if not ready:
+        return put_off
     order = order_of_trust(agent)
     turn = order.index(agent.member.node) if agent.member.node in order else len(order)
-    return min(ready) + turn * config.stagger_ns
+    at = min(ready) + turn * config.stagger_ns
+    return at if put_off is None else min(at, put_off)
 
 
 def order_of_trust(agent: Node) -> tuple[str, ...]:
@@ -99,7 +102,7 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
     if view is None:
         members = tuple(promise.me for _, promise in sorted(promises.items()))
         return replace(genesis(agent.config, members, f"{agent.rng.getrandbits(64):016x}"), epoch=agent.agreement.epoch)
-    agent.alerts.settle(now)
+    agent.alerts.settle(now, must=True)
     reports = agent.reports
     roll = RollCall(
         answered=frozenset(promises),

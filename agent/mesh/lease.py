@@ -66,7 +66,7 @@ class Lease:
     def beats(self, now: int, to: tuple[str, ...], brief: Brief, is_open: bool) -> list[Effect]:
         """Send the beats that are due. Quick ones while there is no fresh lease."""
         fresh = self.anchor_ns is not None and now - self.anchor_ns < self._config.lease_ns // 2
-        self.beat_due_ns = now + (self._config.beat_ns if fresh else 200 * MS)
+        self.beat_due_ns = self._config.next_round_ns(now, self._config.beat_ns) if fresh else now + 200 * MS
         self._prove(now, is_open)
         return [Send(node, Beat(brief, now, self._stamps.get(node, 0), is_open)) for node in to if node != self._me]
 

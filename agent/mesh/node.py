@@ -215,7 +215,7 @@ class Node:
 
     def _round(self, now: int) -> list[Effect]:
         """A heartbeat round: heartbeats to my observers, questions to the silent, a knock at a lost slot."""
-        self.heartbeat_ns = now + self.config.heartbeat_ns
+        self.heartbeat_ns = self.config.next_round_ns(now, self.config.heartbeat_ns)
         self.here = self.brief_now(now)
         beat = Heartbeat(self.here, self.gossip.take())
         effects: list[Effect] = [Send(node, beat) for node in self.rings.observers.get(self.member.node, ())]
