@@ -311,6 +311,7 @@ class Agent:
             os.environ,
             self.link.lease,
             self.store_heard,
+            self.link.run_dir.path,
             port,
         )
         self.mesh.start()
@@ -349,7 +350,6 @@ class Agent:
 
     def start_here(self, world: World) -> None:
         """The mesh says: start."""
-        self.restart_count = world.restart_count
         self.advance(cluster.StartHere(world))
 
     def stop_here(self, generation: int, kill: bool) -> None:

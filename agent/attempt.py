@@ -137,7 +137,7 @@ class AttemptRunner:
         assert world is not None
         workers = []
         try:
-            self._output.begin_attempt(world.generation, range(world.first_rank, world.first_rank + config.nproc_per_node))
+            self._output.begin_attempt(world.restart_count, range(world.first_rank, world.first_rank + config.nproc_per_node))
             for local_rank in range(config.nproc_per_node):
                 self._streams.append(self._output.open_worker(local_rank))
         except OSError as error:

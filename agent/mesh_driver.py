@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from hyperpodrun.agent import mesh_words, vote_file
+from hyperpodrun.agent import mesh_words, orders, vote_file
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.mesh import effects as fx
 from hyperpodrun.agent.mesh.config import MeshConfig as CoreConfig
@@ -34,6 +34,7 @@ BIND_LIMIT_S = 3.0
 LOOKING_S = 1.0
 """Without a view for so long, people are told for whom this node waits."""
 NO_MAJORITY_S = 1.0
+ORDERS_S = 0.5
 CONFLICT_S = 1.0
 SPEED = {"fast": (150, 3), "default": (250, 3), "lax": (500, 6)}
 """--failure-detector: (heartbeat in ms, heartbeats that may be missed)."""
@@ -53,7 +54,8 @@ class Listener(Protocol):
 class MeshDriver:
     """`start` begins; `notify` is for what happens to this node's workers. `start` raises OSError or ValueError with a sentence.
 
-    `remembered_port`: see MeshStart. `hold_until` keeps the watch over the workers' lease (monotonic ns, 0: none).
+    `remembered_port`: see MeshStart. `hold_until` keeps the watch over the workers' lease (monotonic ns, 0: none). Orders of people
+    are looked for in `run_dir`.
     `on_store(node, payload)` gets what another agent's store says.
     """
 
@@ -67,6 +69,7 @@ class MeshDriver:
         environ: Mapping[str, str],
         hold_until: Callable[[int], None],
         on_store: Callable[[str, bytes], None],
+        run_dir: str,
         remembered_port: int = 0,
     ) -> None:
         assert config.mesh is not None
@@ -78,6 +81,7 @@ class MeshDriver:
         self._environ = environ
         self._hold_until = hold_until
         self._on_store = on_store
+        self._run_dir = run_dir
         self._start = MeshStart(reactor, config.mesh, remembered_port, watch_child, say, environ, self._placed, self._dial)
         self._farewell = Farewell(reactor, self._neighbours, self._tell_end)
         bind_again = remembered_port or not config.mesh.port_given
@@ -376,7 +380,7 @@ class MeshDriver:
         if view.generation != self._others_done_in and node.reports.nodes("finished") - {self.slot}:
             self._others_done_in = view.generation
             self._listener.others_done(view.generation)
-        if not self._waits_for(node):
+        if view.mode == "closed" or not node.waits_for():
             if self._silent:
                 self._say("a majority of the nodes answers again")
             if self._silent_timer:
@@ -385,22 +389,20 @@ class MeshDriver:
         elif not self._silent and self._silent_timer is None:
             self._silent_timer = self._reactor.call_later(NO_MAJORITY_S, self._tell_silent)
 
-    def _waits_for(self, node: Node) -> frozenset[str]:
-        """Members that do not answer, when without them nothing can be decided; else nobody."""
-        view = node.view
-        if view is None or view.mode == "closed":
-            return frozenset()
-        silent = frozenset((*node.detector.down, *node.alerts.suspects()))
-        spent = (view.tiebreak,) if node.agreement.spent else ()
-        present = [member.node for member in view.members if member.node not in silent]
-        return frozenset() if not silent or node.is_quorum(present, spent) else silent
-
     def _tell_silent(self) -> None:
         self._silent_timer = None
         node = self._node
         if node is not None and node.view is not None and not self._closing:
-            self._silent = self._waits_for(node)
+            self._silent = frozenset(node.waits_for())
+            self._silent_timer = self._reactor.call_later(ORDERS_S, self._take_orders)
             self._say(mesh_words.no_majority(node.view, self._silent, node.config.lease_ns / 1e9))
+
+    def _take_orders(self) -> None:
+        """While this agent waits for lost nodes: does a person know more?"""
+        self._silent_timer = self._reactor.call_later(ORDERS_S, self._take_orders)
+        for node in orders.take(self._run_dir):
+            self._say(f"{node} was certified to be gone for good")
+            self.notify(fx.CertifyDead(node))
 
     # --- the end
 

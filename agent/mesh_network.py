@@ -19,6 +19,7 @@ from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.transport.addresses import Address, parse_address
 from hyperpodrun.agent.transport.frames import Identity, job_label
 from hyperpodrun.agent.transport.inbox import Link
+from hyperpodrun.agent.transport.outbound import Key
 from hyperpodrun.agent.transport.probe import Outcome, probe_tcp
 from hyperpodrun.agent.transport.transport import Transport
 from hyperpodrun.agent.wire import names
@@ -98,7 +99,12 @@ class MeshNetwork:
 
     def send(self, to: str, envelope: Envelope) -> None:
         """To whoever lives in slot `to`; may be lost."""
-        self._transport.send(self._aliases.get(to, to), self._encoder.encode(envelope))
+        key: Key = self._aliases.get(to, to)
+        if to not in self._aliases and not self._transport.addresses_of(to):
+            # Nobody has answered there yet. The first words wait at the contact point for a moment, or they would be lost and
+            # the agents meet half a second later.
+            key = self._contact(to) or key
+        self._transport.send(key, self._encoder.encode(envelope))
 
     def send_store(self, to: str, payload: bytes) -> bool:
         """A frame of the store, MARK in front; may be lost."""
@@ -126,7 +132,7 @@ class MeshNetwork:
             if outcome in ("refused", "accepted"):
                 on_answer(outcome == "refused")
 
-        contact = next((address for address in self._start.contacts if slot_of(address) == slot), None)
+        contact = self._contact(slot)
         if slot in self._aliases or contact is None or contact.port is None:
             self._transport.probe(self._aliases.get(slot, slot), known)
             return
@@ -149,6 +155,9 @@ class MeshNetwork:
     def close(self) -> None:
         """Leave the network at once."""
         self._transport.close()
+
+    def _contact(self, slot: str) -> Address | None:
+        return next((address for address in self._start.contacts if slot_of(address) == slot), None)
 
     def _found(self, address: Address, who: Identity | None) -> None:
         if who is not None:

@@ -61,7 +61,8 @@ def no_majority(view: View, silent: Collection[str], lease_s: float) -> str:
     return (
         f"only {named(here)} of the {len(view.members)} nodes of view {view.number} answer, and that is no majority: "
         f"nothing can be decided, waiting for {named(silent)}. Should none return, the workers here are ended within {lease_s:g} s, "
-        "so that never two worlds train at once; they start again when enough nodes are back"
+        "so that never two worlds train at once; they start again when enough nodes are back. If one of them is gone for good and "
+        "nothing of it runs any more, say so: hyperpodctl certify-dead NODE"
     )
 
 

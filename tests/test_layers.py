@@ -16,6 +16,7 @@ AGENT_LAYERS = {
     "config": 1,
     "family": 1,
     "run_dir": 1,
+    "orders": 1,
     "policy": 2,
     "health": 2,
     "reactor": 2,

@@ -40,6 +40,7 @@ def test_nothing_to_tell(view: View, before: View) -> None:
 
 def test_who_is_relieved_is_told() -> None:
     assert told(then(order=("a",)), RUN, "b") == "view 1: this node is standing by"
+    assert told(then(members=(A, B, C)), RUN, "c") is None, "told already"
 
 
 def test_hold_says_for_whom() -> None:

@@ -97,6 +97,8 @@ class Agreement:
         self._ballot = ZERO
         self._value: View | None = None
         self._highest = ZERO
+        self.floor = 0
+        """See `Vote`."""
         self.tries = 0
         self.failures = 0
         """Roll calls of this agent that found no quorum."""
@@ -111,6 +113,7 @@ class Agreement:
         self.view, self.parent = view, digest
         self.promised = self._highest = vote.promised if vote else ZERO
         self.accepted = vote.accepted if vote else None
+        self.floor = vote.floor if vote else self.floor
         self.spent = vote is not None
         self.accepted_ns = now
         self.phase = "idle"
@@ -144,7 +147,7 @@ class Agreement:
 
     def vote(self) -> Vote:
         """What belongs on disk."""
-        return Vote(self._me[1], self.view, self.promised, self.accepted)
+        return Vote(self._me[1], self.view, self.promised, self.accepted, self.floor)
 
     # --- the voter
 

@@ -111,15 +111,18 @@ class Barrier:
         return [Send(node, Go(brief, view.generation)) for node in view.order if node != self._me]
 
     def late_ns(self) -> int | None:
-        """When whoever is not ready is too late (leader only)."""
-        if self.state in ("ready", "stopping") and self.leads:
+        """When whoever keeps this barrier waiting is too late: after `barrier_ns` for the leader, after twice that for others,
+        for then it is the leader who does not act."""
+        if self.leads and self.state in ("ready", "stopping"):
             return self._since_ns + self._config.barrier_ns
-        return None
+        return self._since_ns + 2 * self._config.barrier_ns if self.state == "ready" else None
 
     def overdue(self, now: int) -> tuple[str, ...]:
-        """Active members that are still not ready, as the leader sees it; the time starts again."""
+        """Whom to blame; the time starts again."""
         self._since_ns = now
-        return self.missing()
+        if self.leads or self._view is None:
+            return self.missing()
+        return self._view.order[:1]
 
     def missing(self) -> tuple[str, ...]:
         """Active members that are not ready, as the leader sees it."""

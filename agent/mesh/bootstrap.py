@@ -7,8 +7,9 @@ for no two such groups are disjoint; (b) otherwise only a group with the first c
 In (b) that agent may be one that forgot: its host was rebooted while the job went on without it. So before it forms a
 world every slot it knows of must have answered that it has no view either, or have *refused* a connection for
 `absent_ns`: no agent runs there, and a keeper would have restarted one by then. Silence proves nothing and forms
-nothing. With an open roster (only the contact point is known) it listens for `absent_ns`: members of a running job
-say Hello to slots they lost.
+nothing. With an open roster (only the contact point is known) there is nobody to ask: it listens for `absent_ns`,
+since members of a running job say Hello to slots they lost, and it forms a world with less than all slots only if the
+driver knows that its launcher runs for the first time in this job.
 
 States: settled (has a view), joining (says Hello), held (its old workers are not gone yet, so it says nothing: a new
 incarnation's Hello means that nothing of the old one runs).
@@ -25,7 +26,8 @@ from hyperpodrun.agent.wire.mesh import Brief, Hello, Member
 class Bootstrap:
     """Times: nanoseconds of the local clock."""
 
-    def __init__(self, config: MeshConfig, me: str, rng: random.Random, now: int) -> None:
+    def __init__(self, config: MeshConfig, me: str, rng: random.Random, now: int, first_start: bool = True) -> None:
+        self._first_start = first_start
         self._config = config
         self._me = me
         self._rng = rng
@@ -46,6 +48,7 @@ class Bootstrap:
     def settle(self, nodes: tuple[str, ...]) -> None:
         """In a view with these."""
         self._ever.update(dict.fromkeys(nodes))
+        self._first_start = False
 
     def slots(self) -> tuple[str, ...]:
         """Every slot this agent knows by name but its own: those of the launch and all it ever had in a view."""
@@ -123,7 +126,9 @@ class Bootstrap:
             if config.first_contact != self._me or not all(self._absent(now, node) for node in self._must_answer(now)):
                 return None
             closed = len(config.roster) == config.slots
-            return now if everyone or closed else self._started_ns + config.absent_ns
+            if everyone or closed:
+                return now
+            return self._started_ns + config.absent_ns if self._first_start else None
         # The first names are the contact points, who hear of everyone; whoever of them is not there is passed over.
         there = {self._me, *(member.node for member in here)}
         ordered = [node for node in config.roster if node in there]

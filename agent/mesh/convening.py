@@ -110,9 +110,10 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
         started=agent.barrier.state == "gone", fence_over=agent.works.fence_over(now), settled=agent.works.settled(now),
     )  # fmt: skip
     if agent.agreement.recovering:
-        nxt = in_epoch(successor(agent.config, view, agent.digest, of_all(agent, roll, promises)), agent.agreement.epoch)
-        return past_the_lost(nxt)
-    return in_epoch(successor(agent.config, view, agent.digest, roll), agent.agreement.epoch)
+        roll = of_all(agent, roll, promises)
+    floor = max((agent.agreement.floor, *(report.code for report in reports.of("restart"))))
+    nxt = in_epoch(successor(agent.config, view, agent.digest, roll), max(agent.agreement.epoch, floor))
+    return past_the_lost(nxt) if agent.agreement.recovering or floor > view.epoch else nxt
 
 
 def in_epoch(view: View | None, epoch: int) -> View | None:

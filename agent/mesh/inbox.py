@@ -140,7 +140,7 @@ def _prepare_joining(agent: Node, now: int, source: Source, message: Prepare) ->
         return compare(agent, now, source, message.brief)
     if message.parent != agent.agreement.parent:
         if message.ballot <= agent.agreement.promised:
-            return []
+            return [Send(source[0], Nack(message.parent, message.ballot, agent.agreement.promised))]
         agent.agreement.enlist(message.parent)
     return agent.agreement.on_prepare(now, source, message)
 

@@ -65,9 +65,12 @@ from hyperpodrun.agent.wire.mesh import (
 
 
 class Node:
-    """`me.incarnation` is replaced by the vote file's where there is one. `seed`: of this agent's own random numbers."""
+    """`me.incarnation` is replaced by the vote file's where there is one. `seed`: of this agent's own random numbers.
+    `first_start`: false when the driver knows, or cannot exclude, that this slot's launcher ran in this job before (A10)."""
 
-    def __init__(self, config: MeshConfig, me: Member, seed: int, now: int, vote: Vote | None = None) -> None:
+    def __init__(
+        self, config: MeshConfig, me: Member, seed: int, now: int, vote: Vote | None = None, first_start: bool = True
+    ) -> None:
         self.config = config
         self.rng = random.Random(seed)
         incarnation = vote.incarnation if vote is not None else me.incarnation
@@ -105,7 +108,7 @@ class Node:
         self.reports = Reports(config)
         self.lease = Lease(config, me.node)
         self.barrier = Barrier(config, me.node)
-        self.bootstrap = Bootstrap(config, me.node, self.rng, now)
+        self.bootstrap = Bootstrap(config, me.node, self.rng, now, first_start)
         self.agreement = Agreement(config, self.member.source, self, self.rng)
         self.first: list[Effect] = []
         if vote is not None and vote.view is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from hyperpodrun.agent.mesh import voice
 from hyperpodrun.agent.mesh.agreement import Agreement
 from hyperpodrun.agent.mesh.alerts import Alerts
 from hyperpodrun.agent.mesh.effects import Adopt, Effect, End, Persist, Send
@@ -88,6 +89,7 @@ def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
     before = agent.view
     joined = before is None
     effects: list[Effect] = []
+    agent.agreement.floor = floor_after(agent, nxt)
     settle(agent, now, nxt, digest, None, jumped and not joined)
     if jumped or joined:
         agent.history.views.clear()
@@ -97,9 +99,24 @@ def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
         effects += agent.works.stop(False, cause)
     fresh = before is None or before.generation != nxt.generation or before.mode != nxt.mode
     agent.barrier.adopt(now, nxt, fresh, agent.works.state != "none", now + agent.config.fence_ns if nxt.ghosts else now)
+    if agent.agreement.floor and nxt.mode == "run":
+        agent.barrier.reset()
+        effects += voice.say(agent, now, "restart", "the view before a recovery is not run", agent.agreement.floor)
     if nxt.mode == "closed":
         effects += end(agent, now, nxt.exit_code, nxt.reason)
     return effects
+
+
+def floor_after(agent: Node, nxt: View) -> int:
+    """A value that a recovery had to take over (A5) keeps its generation, which a view that only the dead knew of may have
+    used as well. So it is adopted but not run: whoever accepted it in a later epoch waits for a view of that epoch, whose
+    generation is beyond all those.
+    """
+    accepted = agent.agreement.accepted
+    floor = agent.agreement.floor
+    if accepted is not None and accepted.view == nxt:
+        floor = max(floor, accepted.ballot.epoch)
+    return floor if floor > nxt.epoch else 0
 
 
 def settle(agent: Node, now: int, view: View, digest: str, vote: Vote | None, careful: bool) -> None:

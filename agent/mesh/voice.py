@@ -57,7 +57,7 @@ def certify(agent: Node, now: int, node: str) -> list[Effect]:
 
 
 def accuse_unready(agent: Node, now: int, node: str) -> list[Effect]:
-    """As the leader of the barrier: a member does not come (A8)."""
+    """A member does not come to the barrier, or as its leader does not open it (A8)."""
     member = member_of(agent.view, node) if agent.view is not None else None
     if agent.view is None or member is None:
         return []

@@ -1,12 +1,12 @@
 """What must hold after every event, whatever goes wrong (MESH section 6). Sees everything, in true time.
 
-I1 one digest for a place in a chain. I2 a view's parent is the view before it. I3 never two whole worlds at once;
-never two that may write checkpoints (frozen hosts do neither: permits end with the lease, and the first thing after a
-thaw is to look at it); the permit is given only when no worker of an older world, or of another history, runs
-anywhere. I4 nothing is decided without a quorum that accepted it, on disk. I5 only members vote, a promise never
-decreases over the life of a vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and the map is the one
-the oracle finds. I9 nobody who answered the roll call is dropped with fewer than
-H alerts.
+I1 one digest for a place in a chain, but for views that only the dead knew of when all slots agreed to go on without
+them (A11). I2 a view's parent is the view before it. I3 never two whole worlds at once; never two that may write
+checkpoints (frozen hosts do neither: permits end with the lease, and the first thing after a thaw is to look at it);
+the permit is given only when no worker of an older world, of this history or another, runs anywhere. I4 nothing is
+decided without a quorum that accepted it, on disk. I5 only members vote, a promise never decreases over the life of a
+vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and the map is the one the oracle finds. I9 nobody
+who answered the roll call is dropped with fewer than H alerts.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class Invariants:
         self._acceptors: dict[str, set[Source]] = {}
         self._votes: dict[tuple[Source, str], Ballot] = {}
         self._order: dict[World_, tuple[str, ...]] = {}
+        self._born: dict[World_, int] = {}
+        self._made: dict[World_, str] = {}
+        self._started: dict[World_, str] = {}
 
     def persisted(self, host: Host, vote: Vote | None) -> None:
         """A vote file was written."""
@@ -79,6 +82,10 @@ class Invariants:
         """A host stands at a view. The first to do so is where it was decided."""
         place = (view.chain, view.epoch, view.number)
         known = self._digests.setdefault(place, digest)
+        if known != digest and self._lost(known) and self._everyone(self._accepted.get(digest, set())):
+            known = self._digests[place] = digest
+            self._order.pop((view.chain, view.generation), None)
+            self._made.pop((view.chain, view.generation), None)
         if known != digest or digest != digest_of(view):
             raise Violation(f"I1 two views {view.number} of chain {view.chain}")
         if digest in self.views:
@@ -105,9 +112,25 @@ class Invariants:
         if view.mode == "run":
             if not config.min_nodes <= len(view.order) <= config.max_nodes:
                 raise Violation(f"I6 a world of {len(view.order)} nodes")
+            self._made.setdefault((view.chain, view.generation), digest)
+            self._born.setdefault((view.chain, view.generation), self._world.now)
             old = self._order.setdefault((view.chain, view.generation), view.order)
             if old != view.order:
                 raise Violation(f"I6 generation {view.generation} has two orders")
+
+    def _lost(self, digest: str) -> bool:
+        """Whether nobody who is there, or could come back with its vote file, stands at this view or beyond it."""
+        view = self.views[digest]
+        stand = [host.disk.view for host in self._world.hosts.values() if host.disk is not None and host.disk.view is not None]
+        return not any((v.chain, v.epoch) == (view.chain, view.epoch) and self._descends(v, digest) for v in stand)
+
+    def _descends(self, view: View, digest: str) -> bool:
+        here: View | None = view
+        while here is not None:
+            if digest_of(here) == digest:
+                return True
+            here = self.views.get(here.parent)
+        return False
 
     def _everyone(self, accepted: set[str]) -> bool:
         """A11: all slots but those certified dead have accepted."""
@@ -138,6 +161,13 @@ class Invariants:
             if counts.get(member.node, 0) < (8 * k + 9) // 10 and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
 
+    def started(self, world: World_) -> None:
+        """Workers of a generation start somewhere: no generation ever means two worlds, not even of a lost view (A11)."""
+        made = self._made[world]
+        if self._started.setdefault(world, made) != made:
+            raise Violation(f"I3 generation {world[1]} is used a second time")
+        self.works_changed()
+
     def works_changed(self, granted: World_ | None = None) -> None:
         """Workers started, or a permit was given (I3)."""
         running: dict[World_, set[str]] = {}
@@ -153,10 +183,7 @@ class Invariants:
         if len(permits) > 1:
             raise Violation(f"I3 two worlds may write checkpoints: {sorted(permits)}")
         if granted is not None:
-            older = {
-                w: sorted(nodes)
-                for w, nodes in running.items()
-                if w != granted and not (w[0] == granted[0] and w[1] > granted[1])
-            }
+            born = self._born
+            older = {w: sorted(nodes) for w, nodes in running.items() if w != granted and born[w] <= born[granted]}
             if older:
                 raise Violation(f"I3 {granted} is given the permit while workers of {older} run")

@@ -77,6 +77,9 @@ def _unformed(world: World, up: list[Host]) -> str | None:
     powered = all(host.power for host in world.hosts.values())  # silence is no evidence (A10 b)
     if powered and not oracle.genesis_quorum(config, names):
         return None
+    first = world.hosts.get(config.first_contact)
+    if not config.roster and first is not None and first.starts > 1 and len(up) < config.slots:
+        return None  # nobody can tell whether it forgot (A10 b)
     return f"{len(up)} nodes are there and no view was formed" if powered else None
 
 

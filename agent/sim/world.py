@@ -55,9 +55,11 @@ class Host:
         self.power = True
         self.node: Node | None = None
         self.life = 0
+        self.starts = 0
         self.incarnation = 0
         self.frozen = False
         self.stuck_ns = 0
+        self.lease_ns = 0
         self.disk: Vote | None = None
         self.works: World_ | None = None
         self.stopping = False
@@ -169,7 +171,9 @@ class World:
         host.events.clear()
         group = f"g{int(name[1:]) // 4}"
         me = Member(name, host.incarnation, group=group)
-        host.node = Node(self.config, me, self._misc.getrandbits(32), host.clock(self.now), host.disk)
+        host.starts += 1
+        seed = self._misc.getrandbits(32)
+        host.node = Node(self.config, me, seed, host.clock(self.now), host.disk, first_start=host.starts == 1)
         self.say(name, "starts" if host.disk is None else "starts from its vote file")
         host.wake_ns = NEVER
         self._wake(host)
@@ -331,7 +335,7 @@ class World:
                     raise Violation(f"I3 {host.name} starts workers while others are there")
                 host.works, host.permit, host.stopping = (view.chain, view.generation), False, False
                 self.say(host.name, f"starts workers of generation {view.generation}")
-                self.invariants.works_changed()
+                self.invariants.started(host.works)
             case Permit(chain, generation):
                 if host.works == (chain, generation):
                     host.permit = True
@@ -343,8 +347,8 @@ class World:
                 host.ended = code
                 self.say(host.name, f"ends with {code}: {reason}")
                 self._push(self.now + 1 * S, 7, (host, host.life))
-            case Lease():
-                pass
+            case Lease(until_ns):
+                host.lease_ns = until_ns
 
     def _check_choice(self, host: Host, node: Node, message: Accept) -> None:
         key = (host.name, message.parent, message.ballot)
@@ -433,6 +437,8 @@ class World:
         if host.life != life or host.node is None:
             return
         host.frozen = False
+        if host.works is not None and host.clock(self.now) >= host.lease_ns:
+            host.works, host.permit, host.stopping = None, False, False  # the watchdog was first
         node = host.node
         self._carry_out(host, node.tick(host.clock(self.now)))
         while host.events and host.node is not None:

@@ -81,12 +81,16 @@ class Accepted(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Vote(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The vote file (A2): who I am, the view I am in, what I promised and accepted for the next one."""
+    """The vote file (A2): who I am, the view I am in, what I promised and accepted for the next one.
+
+    `floor`: the least epoch in which this agent's workers may start again, because a recovery (A11) went through this view.
+    """
 
     incarnation: int
     view: View | None
     promised: Ballot = ZERO
     accepted: Accepted | None = None
+    floor: int = 0
 
 
 class Brief(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -17,6 +17,7 @@ after that the backlog's oldest pieces are dropped and counted.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -42,6 +43,7 @@ class Output:
         self._run_dir = run_dir
         self._folder: str | None = None  # of this run's logs
         self._attempt_folder = run_dir
+        self._attempts: Counter[int] = Counter()
         self._ranks: tuple[int, ...] = ()
         self._streams: dict[tuple[int, StreamName], Stream] = {}
         self._helpers: dict[str, list[Stream]] = {}
@@ -80,6 +82,8 @@ class Output:
     def begin_attempt(self, attempt: int, ranks: Sequence[int]) -> None:
         """Start over with a new folder. `ranks`: the global rank of each local rank.
 
+        `attempt` is the restart count; worlds that share one (a node came or left, which costs no restart) get folders of their own.
+
         What is left of the attempt before is closed, its `on_drained` not called any more. A log folder that cannot be
         written costs this attempt its files, and that is said. Raises OSError when `run_dir` cannot be written either.
         """
@@ -87,7 +91,10 @@ class Output:
         self._close_attempt()
         self._ranks = tuple(ranks)
         with_files = self._folder is not None
-        self._attempt_folder = f"{self._folder or self._run_dir}/attempt_{attempt}"
+        again = self._attempts[attempt]
+        self._attempts[attempt] += 1
+        name = f"attempt_{attempt}_{again}" if again else f"attempt_{attempt}"
+        self._attempt_folder = f"{self._folder or self._run_dir}/{name}"
         try:
             self._make_rank_folders()
         except OSError as error:
@@ -95,7 +102,7 @@ class Output:
                 raise
             self._trouble(self._attempt_folder, os.strerror(error.errno or 0))
             with_files = False
-            self._attempt_folder = f"{self._run_dir}/attempt_{attempt}"
+            self._attempt_folder = f"{self._run_dir}/{name}"
             self._make_rank_folders()
         self._streams = {}
         self._files = []

@@ -222,7 +222,8 @@ def job(
     finally:
         running.close()
         if isinstance(arguments, Mesh):
-            arguments.forget()
+            for path in arguments.votes():  # of nodes that were killed: kept for a node that comes back
+                path.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -240,10 +241,10 @@ class Mesh:
         """The node's command line without its script."""
         return [*self._common, "--mesh-port", str(self._ports[node])]
 
-    def forget(self) -> None:
-        """Remove the votes of nodes that were killed: they are kept for a node that comes back."""
-        for port in self._ports:
-            Path(vote_file.path_for(self._job_id, f"127.0.0.1:{port}")).unlink(missing_ok=True)
+    def votes(self) -> list[Path]:
+        """Where the nodes' votes lie, as long as they do."""
+        paths = [Path(vote_file.path_for(self._job_id, f"127.0.0.1:{port}")) for port in self._ports]
+        return [path for path in paths if path.exists()]
 
 
 def free_ports(count: int) -> list[int]:

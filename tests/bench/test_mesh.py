@@ -18,20 +18,21 @@ OURS = bench.LAUNCHERS[1]
 
 @pytest.mark.processes
 def test_a_lost_node_is_seen_and_nothing_is_left_of_the_job() -> None:
-    with mesh_job.job(OURS, 2, mesh_job.Mesh(2, nnodes="1:2")) as running:
+    arguments = mesh_job.Mesh(2, nnodes="1:2")
+    with mesh_job.job(OURS, 2, arguments) as running:
         began_s = time.monotonic()
         running.start_all()
         up_s, ranks = running.up((2,), began_s, 60)
         assert [word.rank for word in ranks] == [0, 1]
         assert began_s < up_s
-        votes = set(Path("/dev/shm").glob("hyperpodrun-*.vote"))
+        assert len(arguments.votes()) == 2
         marks = [run.mark for run in running.nodes.values()]
         lost_s = running.kill(ranks[1].node)
         again_s, _ = running.up((1,), lost_s, 60)
         assert lost_s < running.decided(lost_s) < again_s + 1
         assert running.until(lambda: running.status(ranks[0].node), "its state", 10)[1]["mesh"]
     assert [bench.marked(mark) for mark in marks] == [[], []]
-    assert not running.folder.exists()
+    assert not running.folder.exists() and not arguments.votes()
 
 
 @pytest.mark.processes

@@ -9,8 +9,8 @@ import sys
 import msgspec
 import pytest
 
-from hyperpodrun.agent import run_dir
-from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
+from hyperpodrun.agent import orders, run_dir
+from hyperpodrun.agent.status import MeshStatus, Status, StatusFiles, WorkerStatus
 from hyperpodrun.cli import ctl, jobs
 
 STATUS = Status(
@@ -116,3 +116,25 @@ def test_the_command_survives_closed_and_full_outputs():
     done = subprocess.run([*command, "--help"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+MESH = MeshStatus(slot="a:1", view=3, mode="run", members=["a:1", "b:1"], active=["a:1", "b:1"], view_at=1.0, counters={})
+
+
+def test_a_lost_node_is_certified_to_the_agents_that_know_it(base, capfd):
+    folder, lock = launcher_folder(base, msgspec.structs.replace(STATUS, mesh=MESH))
+    other, other_lock = launcher_folder(base, STATUS)
+    assert ctl.run(["certify-dead", "b:1"]) == 0
+    assert capfd.readouterr().out == "told the agent of job my job: b:1 is gone for good\n"
+    assert ctl.run(["certify-dead", "b:1"]) == 0
+    assert orders.take(str(folder)) == ("b:1",)
+    assert orders.take(str(folder)) == orders.take(str(other)) == ()
+    for unknown in ("c:1", "a:1", "b"):
+        capfd.readouterr()
+        assert ctl.run(["certify-dead", unknown]) == 69
+        assert f"'{unknown}'; they wait for or work with b:1\n" in capfd.readouterr().err
+    for wrong in (["certify-dead"], ["certify-dead", "a", "b"], ["certify-dead", "b:1", "--json"]):
+        assert ctl.run(wrong) == 2
+    os.close(lock)
+    os.close(other_lock)
+    assert ctl.run(["certify-dead", "b:1"]) == 69

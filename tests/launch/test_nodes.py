@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -34,7 +36,7 @@ def test_three_nodes_are_one_world_and_end_together(nodes, tmp_path: Path) -> No
     began_s = time.monotonic()
     finish(tmp_path)
     assert nodes.codes() == [0, 0, 0], nodes.story()
-    print("ended in", time.monotonic() - began_s)
+    assert time.monotonic() - began_s < 4, "an exit barrier"
     nodes.nothing_left()
 
 
@@ -159,6 +161,23 @@ def test_tiebreaks_host_lost_the_other_says_what_it_waits_for(nodes, tmp_path: P
     nodes.up(2, generation=1)
     finish(tmp_path)
     assert nodes.codes() == [0, 0], nodes.story()
+
+
+def test_lost_node_may_be_certified_dead(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1)
+    runs = nodes.start_all("--nnodes=1:2", script=WORK)
+    leaves, keeps = (int(side) for side in nodes.world(nodes.up(2, generation=0)))
+    kill_node(runs[leaves])
+    runs[keeps].until(lambda: "hyperpodctl certify-dead" in runs[keeps].err, "word of how to certify the loss")
+    assert not runs[keeps].notes("up", world=1)
+    command = [sys.executable, "-m", "hyperpodrun.cli.ctl", "certify-dead", nodes.name(leaves)]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    nodes.up(1, world=1)
+    finish(tmp_path)
+    assert runs[keeps].code() == 0, nodes.story()
+    os.unlink(vote_path(nodes, leaves))
+    runs[leaves].nothing_left()
 
 
 def test_node_that_leaves_in_order_is_done_without(nodes, tmp_path: Path) -> None:
@@ -476,3 +495,17 @@ def test_all_launchers_lost_and_started_again_are_the_same_job(nodes, tmp_path: 
     finish(tmp_path)
     assert nodes.codes() == [0, 0, 0], nodes.story()
     nodes.nothing_left()
+
+
+def test_worlds_that_cost_no_restart_have_log_folders_of_their_own(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0)
+    options = ("--nnodes=1:2", "--rdzv-conf=last_call_timeout=0.1", f"--log-dir={tmp_path / 'logs'}", "--tee=3")
+    script = "print('world of', WORLD, flush=True)\n" + WORK
+    nodes.start(0, *options, script=script)
+    nodes.up(1, world=1)
+    nodes.start(1, *options, script=script)
+    nodes.up(2, world=2)
+    finish(tmp_path)
+    assert nodes.codes() == [0, 0], nodes.story()
+    logs = [(path.parts[-3], path.read_text()) for path in (tmp_path / "logs").rglob("stdout.log")]
+    assert sorted(logs) == [("attempt_0", "world of 1\n"), ("attempt_0", "world of 2\n"), ("attempt_0_1", "world of 2\n")]

@@ -29,6 +29,14 @@ OPTIONS = (
 )
 
 
+def kill(pid: int) -> None:
+    """SIGKILL, where another death has not ended it already."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
 def newest_world(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the highest generation that is complete."""
     for generation in sorted({row["generation"] for row in rows}, reverse=True):
@@ -76,7 +84,7 @@ def test_random_deaths_on_three_nodes(nodes, tmp_path: Path) -> None:
             os.kill(chooser.choice(pids), signal.SIGKILL)
         elif kind == "two workers":
             for pid in chooser.sample([row["pid"] for row in world], 2):
-                os.kill(pid, signal.SIGKILL)
+                kill(pid)
         elif kind == "agent":
             agents_killed_s[index].append(now_s)
             os.kill(run.agent(), signal.SIGKILL)
@@ -96,10 +104,7 @@ def test_random_deaths_on_three_nodes(nodes, tmp_path: Path) -> None:
             if kind == "leave":
                 os.kill(run.pid, signal.SIGTERM)
             for pid in doomed:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+                kill(pid)
             run.process.wait(LIMIT_S)
             run.nothing_left()
             agents_killed_s[index].clear()

@@ -52,6 +52,15 @@ def test_go_waits_for_a_ghost_with_which_the_world_shares_no_node() -> None:
             assert leader.due_ns == 16 * S and len(leader.advance(16 * S, HERE)) == 2
 
 
+def test_the_leader_blames_who_is_missing_and_the_others_a_leader_that_does_nothing() -> None:
+    leader, follower = barrier("a"), barrier("b")
+    leader.on_ready(1, "b", Ready(HERE, 5), HERE)
+    leader.advance(1, HERE)
+    assert leader.late_ns() == CONFIG.barrier_ns and leader.overdue(CONFIG.barrier_ns) == ("c",)
+    assert follower.late_ns() == 2 * CONFIG.barrier_ns and follower.overdue(2 * CONFIG.barrier_ns) == ("a",)
+    assert follower.late_ns() == 4 * CONFIG.barrier_ns
+
+
 def test_a_stand_by_has_no_part() -> None:
     assert barrier("z").state == "idle"
 

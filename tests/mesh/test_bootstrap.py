@@ -78,6 +78,15 @@ def test_with_an_open_roster_the_first_contact_listens_first() -> None:
     assert made.form_at(5 * S) is None
 
 
+def test_with_an_open_roster_only_a_first_start_forms_a_small_world() -> None:
+    """A launcher that ran before may have forgotten a job that goes on without it, and there is nobody to ask."""
+    again = Bootstrap(OPEN, "a", random.Random(1), 0, first_start=False)
+    meet(again, 5 * S, "b")
+    assert again.form_at(5 * S) is None
+    meet(again, 5 * S, "c")
+    assert again.form_at(5 * S) == 5 * S
+
+
 def test_nobody_forms_a_world_who_heard_of_one() -> None:
     made = boot(ANY)
     meet(made, 5, "b", has_view=True)

@@ -1,9 +1,12 @@
-"""Several hosts on one machine, each a network namespace with its own address, hostname, pids and /dev/shm, and agents started in them.
+"""Several hosts on one machine, and agents started in them. A host has its own network, address, hostname, pids and /dev/shm.
 
 The rig (`netns_hosts.sh`) makes the hosts; its folder is $HYPERPODRUN_RIGS or `../shared/rigs` beside the repository. Without a rig,
 root or namespaces these tests are skipped. Faults are real: cables are cut, packets dropped, hosts killed or stopped.
 
-All clocks are CLOCK_MONOTONIC, which is one for all hosts here. Workers leave a line every `STEP_S`; `net_worlds` reads them.
+`pytest tests/net` runs what a change must hold, one test at a time (under xdist they compete for the processors, and only the times
+suffer); `pytest tests/net -m slow_network` runs the long ones, `-s` shows what was measured.
+
+All clocks are CLOCK_MONOTONIC, which is one for all hosts here. Workers leave a line every 50 ms; `net_worlds` reads them.
 """
 
 import os
@@ -27,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RIGS = Path(os.environ.get("HYPERPODRUN_RIGS", ROOT.parent / "shared" / "rigs"))
 SCRIPT = RIGS / "netns_hosts.sh"
 STATE = Path("/run/netrig")
+SLOW_COMMAND = "pytest tests/net -m slow_network"
 LIMIT_S = 60.0
 """For anything that must come; nothing here takes long by itself, but the machine may be busy."""
 
@@ -49,14 +53,17 @@ def _why_not() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of this folder's tests are of the network, and skipped where there is none to play with."""
-    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests with hosts are of the network, skipped where there is none to play with; the long ones run when they are asked for."""
+    mine = [item for item in items if "hosts" in getattr(item, "fixturenames", ())]
     why = _why_not() if mine else ""
+    asked = "slow_network" in str(config.option.markexpr)
     for item in mine:
         item.add_marker(pytest.mark.network)
         if why:
             item.add_marker(pytest.mark.skip(reason=why))
+        elif not asked and item.get_closest_marker("slow_network"):
+            item.add_marker(pytest.mark.skip(reason=f"long: {SLOW_COMMAND}"))
 
 
 def _is_in(pid: int, netns: str) -> bool:
@@ -91,7 +98,13 @@ class Agent:
         self.host = host
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
-            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            argv,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -138,7 +151,6 @@ class Hosts:
             "MODE": mode,
             "HX_CWD": str(folder),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "COVERAGE_PROCESS_START": "",
         }
         self._state = STATE / self._env["RIG"]
         self.script = folder / "train.py"
@@ -150,7 +162,9 @@ class Hosts:
     def rig(self, *verb: str) -> float:
         """Do something to the hosts; when that was (just before)."""
         at = time.monotonic()
-        done = subprocess.run([SCRIPT, *verb], env=self._env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [SCRIPT, *verb], env=self._env, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        )
         assert done.returncode == 0, f"{verb}: {done.stderr}{done.stdout}"
         return at
 

@@ -1,14 +1,15 @@
 """What the workers wrote down: which worlds ran, when, on which hosts with which ranks, and how far they came.
 
-A worker appends "time step" every `STEP_S` to a file named by its world (generation and rendezvous, so that two jobs or two
-histories are never taken for one), rank, world size and host. `validate` proves from these lines alone that there never were two worlds.
+A worker appends "time step" every 50 ms to a file named by its world (generation and rendezvous, so that two jobs or two
+histories are never taken for one), rank, world size and host. `validate` proves from these lines alone that there never were two
+worlds.
 """
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-STEP_S = 0.05
 FENCE_S = 16.0
 """What is left of a dropped member's world is gone after this (MESH A9)."""
 
@@ -16,7 +17,8 @@ TRAINING = """
 import os, time
 env = os.environ
 rank = env["RANK"]
-name = "--".join(("steps", env["HYPERPODRUN_GENERATION"], env["MASTER_ADDR"], env["MASTER_PORT"], rank, env["WORLD_SIZE"], os.uname().nodename))
+world = (env["HYPERPODRUN_GENERATION"], env["MASTER_ADDR"], env["MASTER_PORT"])
+name = "--".join(("steps", *world, rank, env["WORLD_SIZE"], os.uname().nodename))
 step = 0
 for old in os.listdir(FOLDER):
     if old.startswith("steps--") and old.split("--")[4] == rank:
@@ -107,7 +109,7 @@ class Worlds:
             lines = list(zip(map(float, words[::2]), map(int, words[1::2]), strict=True))
             if lines:
                 world = ranks.setdefault(((int(generation), f"{addr}:{port}"), int(size)), {})
-                assert int(rank) not in world, f"rank {rank} of generation {generation} ran twice: on {host} and {world[int(rank)].host}"
+                assert int(rank) not in world, f"rank {rank} of generation {generation} ran on {host} and {world[int(rank)].host}"
                 world[int(rank)] = Rank(host, lines[0][0], lines[-1][0], lines[0][1], lines[-1][1], lines)
         return sorted((World(key, size, members) for (key, size), members in ranks.items()), key=lambda world: world.first_s)
 
@@ -127,7 +129,9 @@ class Worlds:
         return [world.key[0] for world in self.read()]
 
     def validate(self) -> None:
-        """Never two whole worlds at once; a remnant ends with the fence; a host never has two; survivors keep their order; work resumes."""
+        """Raise AssertionError for two whole worlds at once, a remnant that outlives the fence, a host in two worlds, survivors that
+        changed places, or work that began anew.
+        """
         worlds = self.read()
         for i, old in enumerate(worlds):
             for new in worlds[i + 1 :]:
@@ -140,9 +144,11 @@ class Worlds:
                 assert overlap_s <= FENCE_S, f"a remnant outlives the fence ({overlap_s:.1f} s): {both}"
                 for mine in old.ranks.values():
                     for his in new.ranks.values():
-                        assert mine.host != his.host or mine.last_s <= his.first_s, f"{mine.host} was in two worlds at once: {both}"
-        for old, new in zip(worlds, worlds[1:], strict=False):
-            if old.is_complete and new.is_complete:
+                        assert mine.host != his.host or mine.last_s <= his.first_s, (
+                            f"{mine.host} was in two worlds at once: {both}"
+                        )
+        for old, new in pairwise(worlds):
+            if old.is_complete and new.is_complete and new.key[0] == old.key[0] + 1:
                 stay = [host for host in old.hosts if host in new.hosts]
                 before, after = sorted(stay, key=old.rank_of), sorted(stay, key=new.rank_of)
                 assert before == after, f"survivors changed places: {before} -> {after}\n{self.story(old.first_s)}"
@@ -151,7 +157,9 @@ class Worlds:
                         assert old.rank_of(host) == new.rank_of(host), f"{host} changed its rank\n{self.story(old.first_s)}"
                 for number, rank in new.ranks.items():
                     if number in old.ranks:
-                        assert rank.first_step > old.ranks[number].first_step, f"rank {number} began anew\n{self.story(old.first_s)}"
+                        assert rank.first_step > old.ranks[number].first_step, (
+                            f"rank {number} began anew\n{self.story(old.first_s)}"
+                        )
 
     def story(self, zero_s: float) -> str:
         """A table: world, rank, host, from when to when, steps."""

@@ -4,7 +4,6 @@ import pytest
 from conftest import Hosts
 
 TWO = pytest.mark.parametrize("hosts", [(2, "veth")], indirect=True)
-THREE = pytest.mark.parametrize("hosts", [(3, "veth")], indirect=True)
 
 
 def without(names: list[str], *lost: str) -> list[str]:
@@ -21,8 +20,9 @@ def test_worker_fails_and_all_four_hosts_restart_once(hosts: Hosts) -> None:
     hosts.note("worker failure -> decided", hosts.decided(failed_s) - failed_s)
     hosts.note("worker failure -> all ranks up", new.up_s - failed_s)
     assert [new.rank_of(host) for host in hosts.names] == [world.rank_of(host) for host in hosts.names]
-    hosts.until_trains(new)
+    hosts.until_trains(new, 40)
     assert hosts.worlds.generations() == [0, 1]
+    assert not any(agent.said("to end, at most") for agent in hosts.agents.values()), hosts.story()  # of a stop that was over
     hosts.finish()
 
 
@@ -151,6 +151,7 @@ def test_either_agent_of_two_is_killed_and_both_train_again(hosts: Hosts, victim
     hosts.finish()
 
 
+@pytest.mark.slow
 @TWO
 def test_host_of_the_tiebreak_is_lost_and_the_other_says_what_it_waits_for(hosts: Hosts) -> None:
     hosts.start("--nnodes=1:2")

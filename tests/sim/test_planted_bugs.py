@@ -323,3 +323,12 @@ def test_a_spent_tiebreak_that_counts_all_the_same_is_caught(monkeypatch: pytest
     original = node.Node.is_quorum
     monkeypatch.setattr(node.Node, "is_quorum", lambda self, nodes, spent: original(self, nodes, ()))
     assert "VIOLATION" in play(head)
+
+
+def test_a_launcher_that_is_taken_for_a_first_start_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A10 b, open roster."""
+    scenario = Path(__file__).parent.parent / "scenarios" / "first_contact_forgets_open.txt"
+    head = scenario.read_text().partition(DASHES)[0]
+    assert "VIOLATION" not in play(head)
+    monkeypatch.setattr(bootstrap.Bootstrap, "_first_start", property(lambda _: True, lambda *_: None), raising=False)
+    assert "VIOLATION" in play(head)
