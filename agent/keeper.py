@@ -34,6 +34,8 @@ MIN_START_INTERVAL_S = 1.0
 MAX_DEATHS = 5
 DEATHS_WINDOW_S = 60.0
 CLEAR_LIMIT_S = 10.0
+LONGEST_AWAY_S = 1.8
+"""An agent that was away for longer must not vote as the one before it: MESH's `absent_ns` is 2 s."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU, signal.SIGPWR)
@@ -87,7 +89,7 @@ class KeeperLink:
         _write_memo(self._memo_fd, self.memo)
 
     def lease(self, until_ns: int) -> None:
-        """Workers may run until this time of the monotonic clock; 0: without an end. The keeper ends them if nobody renews it."""
+        """Workers may run until this time of CLOCK_BOOTTIME; 0: without an end. The keeper ends them if nobody renews it."""
         os.pwrite(self._memo_fd, until_ns.to_bytes(_LEASE_BYTES), _MEMO_BYTES)
         if until_ns and not self._leased and self.alive():
             os.kill(self.pid, signal.SIGCHLD)  # look at it: without a lease the keeper waits for signals alone
@@ -175,6 +177,7 @@ class _Keeper:
                 run_dir.remove_dead()  # the agent is busy starting and we have nothing to do
             status = self.watch()
             memo = _read_memo(self.memo_fd)
+            died_s = time.monotonic()
             left = family.kill_all(self.mark, CLEAR_LIMIT_S, self.reap)
             for process in left:
                 _say(
@@ -185,6 +188,7 @@ class _Keeper:
             if self.stopped_by is not None:
                 return exit_codes.for_signal(self.stopped_by)
             self.deaths_s.append(time.monotonic())
+            cleared_s = self.deaths_s[-1] - died_s
             recent = [when_s for when_s in self.deaths_s if when_s > time.monotonic() - DEATHS_WINDOW_S]
             number = exit_codes.signal_of_wait_status(status)
             how = (
@@ -211,6 +215,9 @@ class _Keeper:
             if not self.pause(started_s + MIN_START_INTERVAL_S):
                 assert self.stopped_by is not None
                 return exit_codes.for_signal(self.stopped_by)
+            if time.monotonic() - self.deaths_s[-1] + cleared_s > LONGEST_AWAY_S:
+                # The others may have counted on its silence: it comes back as another incarnation (PROTOCOL section 2).
+                _remove_vote(memo.get("vote", ""))
 
     def start_agent(self) -> None:
         """Fork the agent: it needs no second start of the interpreter."""
@@ -239,7 +246,7 @@ class _Keeper:
         awaited = self.forwarded | {signal.SIGCHLD}
         while self.agent_status is None:
             until_ns = _read_lease(self.memo_fd)
-            left_s = until_ns / 1e9 + LEASE_SLACK_S - time.monotonic()
+            left_s = (until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)) / 1e9 + LEASE_SLACK_S
             info = signal.sigtimedwait(awaited, max(0.0, left_s)) if until_ns else signal.sigwaitinfo(awaited)
             if info:
                 self.take(info.si_signo)

@@ -31,6 +31,8 @@ from hyperpodrun.agent.wire.mesh import NOWHERE, Ack, Go, Hello, Member, Message
 
 BIND_LIMIT_S = 3.0
 """So long a port that should be ours is tried again: the agent before this one may just have had it."""
+SAME_DEADLINE_S = 50e-6
+"""Two clocks read one after the other differ by so much."""
 LOOKING_S = 1.0
 """Without a view for so long, people are told for whom this node waits."""
 NO_MAJORITY_S = 1.0
@@ -54,7 +56,7 @@ class Listener(Protocol):
 class MeshDriver:
     """`start` begins; `notify` is for what happens to this node's workers. `start` raises OSError or ValueError with a sentence.
 
-    `remembered_port`: see MeshStart. `hold_until` keeps the watch over the workers' lease (monotonic ns, 0: none). Orders of people
+    `remembered_port`: see MeshStart. `hold_until` keeps the watch over the workers' lease (CLOCK_BOOTTIME in ns, 0: none). Orders of people
     are looked for in `run_dir`.
     `on_store(node, payload)` gets what another agent's store says.
     """
@@ -80,6 +82,7 @@ class MeshDriver:
         self._say = say
         self._environ = environ
         self._hold_until = hold_until
+        self._first_start = not remembered_port  # an agent before this one may have been in a world that goes on
         self._run_dir = run_dir
         self._on_store = on_store
         self._start = MeshStart(reactor, config.mesh, remembered_port, watch_child, say, environ, self._placed, self._dial)
@@ -210,7 +213,9 @@ class MeshDriver:
             wish=config.node_rank,
             addresses=network.addresses,
         )
-        self._node = Node(self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote)
+        self._node = Node(
+            self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote, first_start=self._first_start
+        )
         if self._node.view is not None:  # the vote file's: this agent, or the one before it, died
             self._view = self._node.view
             self._adopt(self._view)
@@ -236,7 +241,7 @@ class MeshDriver:
             join_window_ns=int(mesh.join_window_s * 1e9),
             heartbeat_ns=heartbeat_ms * 1_000_000,
             misses=misses,
-            phase_ns=time.monotonic_ns() - time.time_ns(),
+            phase_ns=self._now() - time.time_ns(),
         )
 
     def _dial(self) -> None:
@@ -256,7 +261,8 @@ class MeshDriver:
     # --- the core
 
     def _now(self) -> int:
-        return time.monotonic_ns()
+        # Leases are promises in real time: a clock that stands still while the host is suspended would stretch them.
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
     def _received(self, who: str, envelope: Envelope) -> None:
         node = self._node
@@ -315,8 +321,8 @@ class MeshDriver:
         if node is None:
             return
         self._look_around(node)
-        due_s = node.next_deadline() / 1e9
-        if self._timer and self._timer.when_s == due_s:
+        due_s = self._reactor.now_s() + (node.next_deadline() - self._now()) / 1e9
+        if self._timer and self._timer.callback and abs(self._timer.when_s - due_s) < SAME_DEADLINE_S:
             return  # as after most heartbeats
         if self._timer:
             self._timer.cancel()

@@ -1,8 +1,9 @@
 """The mesh's network as the core needs it: messages to slots, whoever lives there under whatever name.
 
 What travels is an `Envelope`: the core's message with the sender's incarnation, which may change while the connection stays, or a
-failed rank's report for the node of rank 0; or, told apart by its first byte, a frame of the store (store.py). A slot is called after its contact point; an agent that answers there under another name
-(it did not know that the contact point means its host) is that slot's alias.
+failed rank's report for the node of rank 0; or, told apart by its first byte, a frame of the store (store.py). A slot is called after
+its contact point; an agent that answers there under another name (it did not know that the contact point means its host) is that
+slot's alias.
 
 States: none beside the transport's. Invariant: what comes in is decoded whole or not at all.
 """
@@ -15,7 +16,6 @@ from hyperpodrun.agent import mesh_slots
 from hyperpodrun.agent.config import JobConfig, MeshConfig
 from hyperpodrun.agent.mesh_start import MeshStart, Place
 from hyperpodrun.agent.reactor import Reactor
-from hyperpodrun.agent.store import MARK
 from hyperpodrun.agent.transport.addresses import Address, parse_address
 from hyperpodrun.agent.transport.frames import Identity, job_label
 from hyperpodrun.agent.transport.inbox import Link
@@ -24,6 +24,7 @@ from hyperpodrun.agent.transport.probe import Outcome, probe_tcp
 from hyperpodrun.agent.transport.transport import Transport
 from hyperpodrun.agent.wire import names
 from hyperpodrun.agent.wire.mesh import Member, Message
+from hyperpodrun.agent.wire.store import MARK
 from hyperpodrun.agent.workers import rendezvous
 
 VERSION = 1
@@ -42,7 +43,10 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeshNetwork:
-    """`on_envelope(node, envelope)`, `on_lost(node)`, `on_store(node, payload)`. Raises BindError, OSError, ValueError, NotImplementedError with a sentence."""
+    """`on_envelope(node, envelope)`, `on_lost(node)`, `on_store(node, payload)`.
+
+    Raises BindError, OSError, ValueError, NotImplementedError with a sentence.
+    """
 
     def __init__(
         self,

@@ -13,11 +13,9 @@ from hyperpodrun.agent.doors.tcpstore import TcpStoreDoor
 from hyperpodrun.agent.mesh.keyspace import KeySpace
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.transport.complaints import Complaints
-from hyperpodrun.agent.wire.store import Frame
+from hyperpodrun.agent.wire.store import MARK, Frame
 from hyperpodrun.agent.workers import rendezvous
 
-MARK = b"S"
-"""First byte of a frame among the messages of agents."""
 KEPT_FRAMES = 4096
 PORT_TRIES = 20
 

@@ -12,7 +12,6 @@ from hyperpodrun.agent.mesh.config import MS
 from hyperpodrun.agent.mesh.rings import Rings
 from hyperpodrun.agent.wire.mesh import Alert
 
-
 SETTLE_NS = 20 * MS
 
 

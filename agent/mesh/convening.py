@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
+
 from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.mesh.succession import RollCall, genesis, successor
 from hyperpodrun.agent.wire.mesh import Item, Probe, Promise, View

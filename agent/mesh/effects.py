@@ -8,6 +8,7 @@ the promises that rest on it come after it (A2). Each effect that people may ask
 from typing import Literal
 
 import msgspec
+
 from hyperpodrun.agent.wire.mesh import Message, View, Vote
 
 

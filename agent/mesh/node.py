@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 import msgspec
+
 from hyperpodrun.agent.mesh import convening, inbox, standing, voice
 from hyperpodrun.agent.mesh.agreement import Agreement
 from hyperpodrun.agent.mesh.alerts import Alerts

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+
 from hyperpodrun.agent.mesh import voice
 from hyperpodrun.agent.mesh.agreement import Agreement
 from hyperpodrun.agent.mesh.alerts import Alerts

@@ -15,6 +15,7 @@ restarts.
 """
 
 import msgspec
+
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.ranks import assign
 from hyperpodrun.agent.wire.mesh import Member, Report, View

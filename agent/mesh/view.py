@@ -9,6 +9,7 @@ each once; a running world has at least one node; the tiebreak is a member.
 from hashlib import blake2b
 
 import msgspec
+
 from hyperpodrun.agent.mesh.rings import position
 from hyperpodrun.agent.wire.mesh import Brief, Member, View
 

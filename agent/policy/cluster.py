@@ -238,7 +238,7 @@ class ClusterJob:
         if self._leaving_said:
             return []
         self._leaving_said = True
-        return [TellGone(self.generation), TellLeaving()]
+        return [TellLeaving()]  # the mesh asks for what still runs, and `WorkersGone` is only ever an answer
 
     def _stop_signal(self, number: int, at_once: bool, now_s: float) -> list[Effect]:
         again = exit_codes.signal_name(number) == "SIGINT" and self._last_interrupt_s is not None

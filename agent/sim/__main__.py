@@ -10,6 +10,7 @@ import time
 from hashlib import blake2b
 
 import msgspec
+
 from hyperpodrun.agent.sim.faults import Schedule, random_schedule
 from hyperpodrun.agent.sim.judge import complaint
 from hyperpodrun.agent.sim.world import World

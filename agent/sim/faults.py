@@ -26,6 +26,7 @@ import random
 from typing import Literal
 
 import msgspec
+
 from hyperpodrun.agent.mesh.config import MeshConfig
 
 Kind = Literal[

@@ -6,6 +6,8 @@ Keys and values are bytes. Items travel in `Frame`s of one stream between two ag
 
 import msgspec
 
+MARK = b"S"
+"""First byte of a frame among the messages of agents."""
 MOST_VALUE_BYTES = 48 << 20
 """A value, and an answer, fit into one message between agents."""
 

@@ -125,7 +125,8 @@ def test_a_dry_run_shows_how_the_nodes_find_each_other(launcher, tmp_path):
         "nodes that come later are taken in at the next restart",
         "WORLD_SIZE=6",
         "GROUP_WORLD_SIZE=3",
-        "MASTER_ADDR=(rank 0's node)",
+        "MASTER_ADDR=127.0.0.1",
+        "HYPERPODRUN_RANK0_ADDR=(rank 0's node)",
         "--rdzv-endpoint: taken as one more contact point, nothing is hosted there",
     ):
         assert wanted in alone, "\n".join(alone)

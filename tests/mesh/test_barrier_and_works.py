@@ -1,6 +1,7 @@
 """A8, A9: all stopped, then all started; the permit."""
 
 import msgspec
+
 from hyperpodrun.agent.mesh.barrier import Barrier
 from hyperpodrun.agent.mesh.config import MeshConfig, S
 from hyperpodrun.agent.mesh.effects import Permit, Send, StartWorkers, StopWorkers

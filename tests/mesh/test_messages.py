@@ -5,6 +5,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from hyperpodrun.agent.mesh.inbox import HANDLERS
 from hyperpodrun.agent.mesh.tables import MACHINES, diagrams
 from hyperpodrun.agent.mesh.view import digest_of
@@ -24,8 +27,6 @@ from hyperpodrun.agent.wire.mesh import (
     View,
     Vote,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 VIEW = View(
     "c", 0, 1, 0, "p", (Member("a", 1, "active", 8, "g", 3, ("x:1",)),), "a", ("a",), "run", fence=("b",), ghosts=(("a",),)

@@ -1,6 +1,7 @@
 """The composed agent: doors, order of effects, starting over."""
 
 import pytest
+
 from hyperpodrun.agent.mesh.config import MeshConfig, S
 from hyperpodrun.agent.mesh.effects import (
     Adopt,

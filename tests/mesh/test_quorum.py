@@ -3,12 +3,13 @@
 from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.quorum import is_genesis_quorum, is_quorum
 from hyperpodrun.agent.sim import oracle
 from hyperpodrun.agent.wire.mesh import Member, View
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def view_of(nodes: str, tiebreak: str) -> View:

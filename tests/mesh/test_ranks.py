@@ -1,12 +1,13 @@
 """A6: who holds which ranks."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.ranks import assign, first_world
 from hyperpodrun.agent.mesh.view import ranks_of
 from hyperpodrun.agent.sim import oracle
 from hyperpodrun.agent.wire.mesh import Member, View
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def members(text: str) -> tuple[Member, ...]:

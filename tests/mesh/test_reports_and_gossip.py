@@ -1,6 +1,7 @@
 """M6, M7: what is told, and until when."""
 
 import msgspec
+
 from hyperpodrun.agent.mesh.config import MS, MeshConfig
 from hyperpodrun.agent.mesh.gossip import Gossip
 from hyperpodrun.agent.mesh.history import History, follows, linked

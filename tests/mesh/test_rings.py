@@ -1,6 +1,7 @@
 """M1, M4: who watches whom."""
 
 import pytest
+
 from hyperpodrun.agent.mesh.rings import rings
 from hyperpodrun.agent.mesh.view import candidates
 

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.succession import RollCall, genesis, successor
 from hyperpodrun.agent.mesh.view import validate

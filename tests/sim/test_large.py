@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from hyperpodrun.agent.mesh.config import MS, MeshConfig, S
 from hyperpodrun.agent.sim.faults import Fault, Schedule
 from hyperpodrun.agent.sim.world import World

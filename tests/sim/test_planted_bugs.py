@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from hyperpodrun.agent.mesh import (
     barrier,
     bootstrap,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from hyperpodrun.agent.sim.transcript import DASHES, check, parse
 
 SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").glob("*.txt"))

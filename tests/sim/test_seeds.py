@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from hyperpodrun.agent.mesh.config import MS, MeshConfig
 from hyperpodrun.agent.sim.__main__ import run_one
 from hyperpodrun.agent.sim.faults import Fault, Schedule, names, random_schedule
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 SLICE = [sys.executable, "-m", "hyperpodrun.agent.sim", "--seeds", "0:40", "--nodes", "2:8"]
 

@@ -1,6 +1,7 @@
 """How long until the next view (issue: must show; I7, I8)."""
 
 import pytest
+
 from hyperpodrun.agent.mesh.config import MeshConfig, S
 from hyperpodrun.agent.sim.faults import Fault, Kind, Schedule, names
 from hyperpodrun.agent.sim.world import World
