@@ -56,8 +56,8 @@ class Listener(Protocol):
 class MeshDriver:
     """`start` begins; `notify` is for what happens to this node's workers. `start` raises OSError or ValueError with a sentence.
 
-    `remembered_port`: see MeshStart. `hold_until` keeps the watch over the workers' lease (CLOCK_BOOTTIME in ns, 0: none). Orders of people
-    are looked for in `run_dir`.
+    `remembered_port`: see MeshStart. `hold_until` keeps the watch over the workers' lease (CLOCK_BOOTTIME in ns, 0: none). Orders of
+    people are looked for in `run_dir`.
     `on_store(node, payload)` gets what another agent's store says.
     """
 

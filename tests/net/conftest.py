@@ -156,6 +156,7 @@ class Hosts:
         self.script = folder / "train.py"
         self.script.write_text(f"FOLDER = {str(folder)!r}\n{TRAINING}")
         self._options: tuple[str, ...] = ()
+        self._starts = 0
 
     # --- the machines
 
@@ -199,11 +200,12 @@ class Hosts:
     def start(self, *options: str, on: str | None = None) -> None:
         """Start the launcher with these options (or the last ones) on one host, or on all."""
         self._options = options or self._options
+        self._starts += on is None
         for host in [on] if on else self.names:
             argv = [sys.executable, str(RIGS / "hostexec.py"), str(self.init_pid(host))]
             argv += [sys.executable, "-m", "hyperpodrun", "--insecure-mesh", "--peers", ",".join(self.names)]
             argv += ["--max-restarts=9", "--shutdown-timeout=2", *self._options, str(self.script)]
-            env = self._env | {"TMPDIR": str(self._tmp(host))}
+            env = self._env | {"TMPDIR": str(self._tmp(host)), "NET_START": str(self._starts)}
             self.agents[host] = Agent(host, argv, env, self.folder)
             self._all.append(self.agents[host])
 

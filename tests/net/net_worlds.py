@@ -1,7 +1,7 @@
 """What the workers wrote down: which worlds ran, when, on which hosts with which ranks, and how far they came.
 
-A worker appends "time step" every 50 ms to a file named by its world (generation and rendezvous, so that two jobs or two
-histories are never taken for one), rank, world size and host. `validate` proves from these lines alone that there never were two
+A worker appends "time step" every 50 ms to a file named by its world (generation, and how often the whole job was started, so
+that two histories are never taken for one), rank, world size and host. `validate` proves from these lines alone that there never were two
 worlds.
 """
 
@@ -17,11 +17,10 @@ TRAINING = """
 import os, time
 env = os.environ
 rank = env["RANK"]
-world = (env["HYPERPODRUN_GENERATION"], env["MASTER_ADDR"], env["MASTER_PORT"])
-name = "--".join(("steps", *world, rank, env["WORLD_SIZE"], os.uname().nodename))
+name = "--".join(("steps", env["NET_START"], env["HYPERPODRUN_GENERATION"], rank, env["WORLD_SIZE"], os.uname().nodename))
 step = 0
 for old in os.listdir(FOLDER):
-    if old.startswith("steps--") and old.split("--")[4] == rank:
+    if old.startswith("steps--") and old.split("--")[3] == rank:
         lines = open(os.path.join(FOLDER, old)).read().split()
         step = max(step, int(lines[-1]) if lines else 0)
 file = os.open(os.path.join(FOLDER, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -36,7 +35,7 @@ while not os.path.exists(os.path.join(FOLDER, "finish")):
         raise SystemExit(3)
 """
 
-Key = tuple[int, str]
+Key = tuple[int, int]
 
 
 class Rank(NamedTuple):
@@ -51,7 +50,7 @@ class Rank(NamedTuple):
 
 
 class World(NamedTuple):
-    """`key`: generation and rendezvous. `ranks` by number; complete when there are `size` of them."""
+    """`key`: number of the start of the job, generation. `ranks` by number; complete when there are `size` of them."""
 
     key: Key
     size: int
@@ -104,11 +103,11 @@ class Worlds:
         for name in os.listdir(self._folder):
             if not name.startswith("steps--"):
                 continue
-            _, generation, addr, port, rank, size, host = name.split("--")
+            _, start, generation, rank, size, host = name.split("--")
             words = (self._folder / name).read_text().rpartition("\n")[0].split()
             lines = list(zip(map(float, words[::2]), map(int, words[1::2]), strict=True))
             if lines:
-                world = ranks.setdefault(((int(generation), f"{addr}:{port}"), int(size)), {})
+                world = ranks.setdefault(((int(start), int(generation)), int(size)), {})
                 assert int(rank) not in world, f"rank {rank} of generation {generation} ran on {host} and {world[int(rank)].host}"
                 world[int(rank)] = Rank(host, lines[0][0], lines[-1][0], lines[0][1], lines[-1][1], lines)
         return sorted((World(key, size, members) for (key, size), members in ranks.items()), key=lambda world: world.first_s)
@@ -126,7 +125,7 @@ class Worlds:
         return min(sum(at > since_s for at, _ in rank.lines) for rank in world.ranks.values())
 
     def generations(self) -> list[int]:
-        return [world.key[0] for world in self.read()]
+        return [world.key[1] for world in self.read()]
 
     def validate(self) -> None:
         """Raise AssertionError for two whole worlds at once, a remnant that outlives the fence, a host in two worlds, survivors that
@@ -148,7 +147,7 @@ class Worlds:
                             f"{mine.host} was in two worlds at once: {both}"
                         )
         for old, new in pairwise(worlds):
-            if old.is_complete and new.is_complete and new.key[0] == old.key[0] + 1:
+            if old.is_complete and new.is_complete and new.key == (old.key[0], old.key[1] + 1):
                 stay = [host for host in old.hosts if host in new.hosts]
                 before, after = sorted(stay, key=old.rank_of), sorted(stay, key=new.rank_of)
                 assert before == after, f"survivors changed places: {before} -> {after}\n{self.story(old.first_s)}"
@@ -164,7 +163,7 @@ class Worlds:
     def story(self, zero_s: float) -> str:
         """A table: world, rank, host, from when to when, steps."""
         return "\n".join(
-            f"{world.key[0]}@{world.key[1]} size {world.size} rank {number} on {rank.host}: "
+            f"start {world.key[0]} generation {world.key[1]} size {world.size} rank {number} on {rank.host}: "
             f"{rank.first_s - zero_s:.3f} .. {rank.last_s - zero_s:.3f} s, steps {rank.first_step} .. {rank.last_step}"
             for world in self.read()
             for number, rank in sorted(world.ranks.items())

@@ -18,9 +18,9 @@ def config(**more):
 
 def rank_env(config, base=None, **more):
     place = {
-        "local_rank": 1, "rank": 5, "world_size": 8, "group_rank": 2, "group_world_size": 4, "restart_count": 1, "generation":
-        7, "node": "n2", "master_addr": "h", "master_port": 1234, "error_file": "/e", "family": "f", "use_agent_store": False, "rank0_addr": "r0",
-        "visible_device": None,
+        "local_rank": 1, "rank": 5, "world_size": 8, "group_rank": 2, "group_world_size": 4, "restart_count": 1,
+        "generation": 7, "node": "n2", "master_addr": "h", "master_port": 1234, "error_file": "/e", "family": "f",
+        "use_agent_store": False, "rank0_addr": "r0", "visible_device": None,
     }  # fmt: skip
     pairs = environment.worker_env(config, base or {}, **{**place, **more})
     assert len(dict(pairs)) == len(pairs)
