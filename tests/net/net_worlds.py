@@ -1,9 +1,8 @@
 """What the workers wrote down: which worlds ran, when, on which hosts with which ranks, and how far they came.
 
 A worker appends "time step" every 50 ms to a file named by its world (generation, and how often the whole job was started, so
-that two histories are never taken for one), rank, world size and host. `validate` proves from these lines alone that there
-never were two
-worlds.
+that two histories are never taken for one), rank, world size and host. `validate` proves from these lines alone that there never
+were two worlds.
 """
 
 import os
