@@ -247,10 +247,10 @@ class _Keeper:
         while self.agent_status is None:
             until_ns = _read_lease(self.memo_fd)
             left_s = (until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)) / 1e9 + LEASE_SLACK_S
-            info = signal.sigtimedwait(awaited, max(0.0, left_s)) if until_ns else signal.sigwaitinfo(awaited)
-            if info:
-                self.take(info.si_signo)
-            elif until_ns and until_ns == _read_lease(self.memo_fd):
+            number = _next_signal(awaited, left_s if until_ns else None)
+            if number:
+                self.take(number)
+            elif until_ns and left_s <= 0 and until_ns == _read_lease(self.memo_fd):
                 self.fence()
         return self.agent_status
 
@@ -267,9 +267,8 @@ class _Keeper:
     def pause(self, until_s: float) -> bool:
         """Wait before the next agent; False when a stop signal came."""
         while self.stopped_by is None and (left_s := until_s - time.monotonic()) > 0:
-            info = signal.sigtimedwait(self.forwarded | {signal.SIGCHLD}, left_s)
-            if info:
-                self.take(info.si_signo)
+            if number := _next_signal(self.forwarded | {signal.SIGCHLD}, left_s):
+                self.take(number)
         return self.stopped_by is None
 
     def take(self, number: int) -> None:
@@ -293,6 +292,23 @@ class _Keeper:
                 return
             if pid == self.agent:
                 self.agent_status = status
+
+
+def _next_signal(awaited: Collection[signal.Signals], left_s: float | None) -> int:
+    """The next of these (blocked) signals; 0 when none came for so long, or a moment earlier: look at the clock and call again.
+
+    Not sigtimedwait: Python 3.11's gives a signal number that was never set when its time ran out while this process was stopped.
+    The timer's own SIGALRM is known by its code: the kernel sent it. One that comes late counts for nothing.
+    """
+    if left_s is None:
+        info = signal.sigwaitinfo(awaited)
+    elif left_s <= 0:
+        info = signal.sigtimedwait(awaited, 0)  # it does not wait, so nothing can interrupt it
+    else:
+        signal.setitimer(signal.ITIMER_REAL, left_s)
+        info = signal.sigwaitinfo({*awaited, signal.SIGALRM})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return 0 if info is None or (info.si_signo == signal.SIGALRM and info.si_code > 0) else info.si_signo
 
 
 def _open_standard_streams() -> None:

@@ -5,6 +5,8 @@ suspect and asks for a roll call once no new alert has come for a while; H or mo
 is itself suspect cannot be heard: its alert about somebody already accused is implied.
 
 States of a member: clear (< L), suspect (L..H-1), certain (>= H, with the time since when).
+An alert about somebody outside of the view, who wants to be taken in, bars the door (M8).
+
 Invariants: alerts of other views and of strangers count nothing; an alert never goes back to an older `seq`.
 """
 
@@ -24,6 +26,7 @@ class Alerts:
         self._table: dict[tuple[str, str], Alert] = {}
         self._raw: dict[str, int] = {}
         self._count: dict[str, int] = {}
+        self._outside: set[str] = set()
         self._dirty = False
         self._settled_ns = -SETTLE_NS
         self._certain_since: dict[str, int] = {}
@@ -34,14 +37,19 @@ class Alerts:
 
     def apply(self, now: int, alert: Alert) -> bool:
         """Take in an alert; True when it was news."""
-        weight = self._rings.observers.get(alert.subject, {}).get(alert.observer, 0)
-        if alert.view != self.digest or not weight:
+        observers = self._rings.observers
+        weight = observers.get(alert.subject, {}).get(alert.observer, 0)
+        outside = alert.subject not in observers and alert.observer in observers
+        if alert.view != self.digest or not (weight or outside):
             return False
         key = (alert.observer, alert.subject)
         old = self._table.get(key)
         if old is not None and old.seq >= alert.seq:
             return False
         self._table[key] = alert
+        if outside:
+            self._outside.add(alert.subject)
+            return True
         change = alert.down - (old.down if old is not None else False)
         if change:
             self._raw[alert.subject] = self._raw.get(alert.subject, 0) + change * weight
@@ -94,6 +102,10 @@ class Alerts:
         """Members with at least L alerts, sorted."""
         return self._suspects
 
+    def beyond_doubt(self) -> frozenset[str]:
+        """Members with at least H alerts; a suspect with fewer may still answer a roll call."""
+        return frozenset(self._certain_since)
+
     def certain(self, now: int, for_ns: int) -> frozenset[str]:
         """Members that have had at least H alerts for `for_ns`."""
         return frozenset(s for s, since in self._certain_since.items() if now - since >= for_ns)
@@ -105,6 +117,10 @@ class Alerts:
     def standing(self) -> tuple[Alert, ...]:
         """All alerts that accuse somebody now."""
         return tuple(alert for _, alert in sorted(self._table.items()) if alert.down)
+
+    def barred(self) -> frozenset[str]:
+        """Those outside of the view whom a member cannot hear that is itself not suspected (M8)."""
+        return frozenset(s for s in self._outside if any(o not in self._suspects for o in self.accusers_of(s)))
 
     def accusers_of(self, subject: str) -> tuple[str, ...]:
         """Who accuses `subject` now."""

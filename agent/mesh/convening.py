@@ -17,9 +17,11 @@ import msgspec
 
 from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.mesh.succession import RollCall, genesis, successor
-from hyperpodrun.agent.wire.mesh import Item, Probe, Promise, View
+from hyperpodrun.agent.wire.mesh import Alert, Item, Probe, Promise, View
 
 replace = msgspec.structs.replace
+MOST_BARRED = 32
+"""So many unheard ones are named in a promise; there are more only while a large part of the job is away."""
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh.node import Node
@@ -43,7 +45,7 @@ def convene(agent: Node, now: int) -> list[Effect]:
     if agent.view is None:
         agent.agreement.enlist("")  # whoever asked for a recovery is gone: this is about view 0 again
     else:
-        effects += (Send(j.node, Probe(agent.here)) for j in agent.reports.joiners(now))
+        effects += (Send(j.node, Probe(agent.here)) for j in agent.reports.joiners(now, barred(agent)))
     return effects + agent.agreement.propose(now, stranded(agent))
 
 
@@ -67,7 +69,7 @@ def turn_at(agent: Node, now: int) -> int | None:
         return agent.bootstrap.form_at(now) if agent.works.state == "none" else None
     config = agent.config
     put_off = agent.alerts.settle(now)
-    ats = [agent.reports.convene_at(now)]
+    ats = [agent.reports.convene_at(now, barred(agent))]
     if agent.alerts.first_ns is not None:
         ats.append(min(agent.alerts.first_ns + config.quiet_cap_ns, agent.alerts.last_ns + config.quiet_ns))
     if agent.agreement.open:
@@ -91,10 +93,15 @@ def order_of_trust(agent: Node) -> tuple[str, ...]:
 
 def awaited(agent: Node, answered: Collection[str]) -> bool:
     """Somebody who should answer has not."""
-    suspects = agent.alerts.suspects()
-    if any(node not in answered and node not in suspects for node in agent.electorate()):
+    lost = agent.alerts.beyond_doubt()
+    if any(node not in answered and node not in lost for node in agent.electorate()):
         return True
-    return any(j.source not in agent.acked for j in agent.reports.joiners(agent.proposed_ns))
+    return any(j.source not in agent.acked for j in agent.reports.joiners(agent.proposed_ns, barred(agent)))
+
+
+def barred(agent: Node) -> frozenset[str]:
+    """Who may not be taken in: a member lost it and has not heard it since (M8)."""
+    return agent.alerts.barred().union(agent.unheard)
 
 
 def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | None:
@@ -111,7 +118,7 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
         convicted=agent.alerts.certain(now, agent.config.one_way_ns) | mute(agent, now, promises),
         unready=reports.nodes("unready"), certified=reports.nodes("dead"),
         leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
-        joiners=tuple(j for j in reports.joiners(now) if j.source in agent.acked),
+        joiners=tuple(j for j in reports.joiners(now, barred(agent)) if j.source in agent.acked),
         failures=reports.of("failed"), restarts=reports.of("restart"),
         started=agent.barrier.state == "gone", fence_over=agent.works.fence_over(now), settled=agent.works.settled(now),
     )  # fmt: skip
@@ -158,6 +165,7 @@ def mute(agent: Node, now: int, promises: Mapping[str, Promise]) -> frozenset[st
 
 
 def testimony(agent: Node) -> tuple[Item, ...]:
-    """My own alerts and all pending reports."""
+    """My own alerts, whom I have not heard since they were dropped (M8), and all pending reports."""
     mine = (alert for alert in agent.alerts.standing() if alert.observer == agent.member.node)
-    return (*mine, *agent.reports.all())
+    unheard = (Alert(agent.digest, agent.member.node, node, 0, True) for node in sorted(agent.unheard)[:MOST_BARRED])
+    return (*mine, *unheard, *agent.reports.all())

@@ -6,6 +6,7 @@ plain connect), of three accuses. The plain connect tells apart what silence hid
 the host or the way to it is gone. A closed connection is asked about at once. After Lifeguard (Dadgar et al., 2018) a
 node that is itself starved doubts itself first: the score 0..7 stretches all its patience; it grows when the node was
 late for its own heartbeat or had to refute an accusation, and sinks with each round in which everybody was heard.
+Nobody is accused of silence who was not asked before and had time to answer, be this node's rounds as uneven as they may.
 What was not listened to is no silence: a late round moves the times of hearing by as much as it was late.
 
 States of a subject: heard, asked (silent for two intervals, or its connection closed), accused.
@@ -29,6 +30,7 @@ class Detector:
         self.heard_ns: dict[str, int] = {}
         self.down: set[str] = set()
         self._open_ns: dict[str, int] = {}
+        self._asked_ns: dict[str, int] = {}
         self._loud: dict[str, tuple[int, int]] = {}
         self._verdicts: list[Verdict] = []
         self._round_ns = 0
@@ -38,6 +40,7 @@ class Detector:
         self.heard_ns = dict.fromkeys(subjects, now)
         self.down.clear()
         self._open_ns.clear()
+        self._asked_ns.clear()
         self._loud.clear()
         self._verdicts.clear()
         self._round_ns = now
@@ -48,6 +51,8 @@ class Detector:
             self.heard_ns[node] = now
             if self._loud:
                 self._loud.pop(node, None)
+            if self._asked_ns:
+                self._asked_ns.pop(node, None)
             if node in self.down:
                 self.down.discard(node)
                 self._verdicts.append((node, False, False))
@@ -113,7 +118,8 @@ class Detector:
             if node in self.down or silent < 2 * self._config.heartbeat_ns * (self.score + 1):
                 continue
             good = False
-            if silent >= self.patience_ns(now, node):
+            asked = self._asked_ns.setdefault(node, now)
+            if silent >= self.patience_ns(now, node) and now - asked >= self._config.heartbeat_ns // 2:
                 self._accuse(node, False)
             else:
                 asks += (Send(node, probe), Connect(node))

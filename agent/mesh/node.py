@@ -94,6 +94,8 @@ class Node:
         self.alert_seq = 0
         self.unanswered: dict[str, tuple[int, int]] = {}
         self.lagging: dict[str, int] = {}
+        self.unheard: set[str] = set()
+        """Dropped while this agent did not hear them, and not heard since (M8)."""
         self.acked: dict[Source, int] = {}
         self.proposed_ns = now
         self.told_ns: dict[str, int] = {}
@@ -146,6 +148,9 @@ class Node:
         if self.ended and not self._lingers:
             return ()
         effects: list[Effect] = []
+        if node in self.unheard:
+            self.unheard.discard(node)
+            effects += voice.accuse(self, now, node, False, False)
         handler = inbox.HANDLERS.get(type(message))
         if handler is not None:
             effects += handler(self, now, source, message)
@@ -227,7 +232,9 @@ class Node:
                 effects += voice.accuse(self, now, node, True, False)
         self.knock += 1
         if self.knock % 4 == 0:
-            lost = [n for n in self.bootstrap.slots() if n not in self.sources]
+            # Those whom this agent keeps out (M8) first: every other knock is theirs.
+            barred = sorted(self.unheard) if self.knock % 8 else []
+            lost = barred or [n for n in self.bootstrap.slots() if n not in self.sources]
             if lost:
                 effects.append(Send(lost[self.knock // 4 % len(lost)], Hello(self.here, self.member, True)))
         return effects

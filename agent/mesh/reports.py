@@ -9,6 +9,8 @@ Invariants: nothing about generations other than the current one stays; a join n
 forgotten.
 """
 
+from collections.abc import Collection
+
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.wire.mesh import Member, Report, ReportKind, Source, View
 
@@ -78,11 +80,13 @@ class Reports:
         """Every pending report but joins."""
         return tuple(report for report, _ in self._table.values())
 
-    def joiners(self, now: int) -> tuple[Member, ...]:
-        """Those who ask to be taken in and did so lately, by node."""
-        return tuple(m for _, (m, _, last) in sorted(self._joins.items()) if now - last <= self.join_fresh_ns)
+    def joiners(self, now: int, barred: Collection[str] = ()) -> tuple[Member, ...]:
+        """Those who ask to be taken in, did so lately and may be (M8), by node."""
+        return tuple(
+            m for node, (m, _, last) in sorted(self._joins.items()) if now - last <= self.join_fresh_ns and node not in barred
+        )
 
-    def convene_at(self, now: int) -> int | None:
+    def convene_at(self, now: int, barred: Collection[str] = ()) -> int | None:
         """When pending reports ask for a roll call: facts almost at once, joins after their window."""
         view = self._view
         if view is None or view.mode == "closed":
@@ -92,7 +96,7 @@ class Reports:
         if view.mode == "run" and view.order and self.nodes("finished").issuperset(view.order):
             firsts.append(max(first for report, first in self._table.values() if report.kind == "finished"))
         at = min(firsts) + self._config.report_quiet_ns if firsts else None
-        joiners = self.joiners(now)
+        joiners = self.joiners(now, barred)
         if joiners:
             here = {member.node for member in view.members} | {member.node for member in joiners}
             reborn = any(joiner.node == member.node for joiner in joiners for member in view.members)

@@ -91,6 +91,8 @@ def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
     joined = before is None
     effects: list[Effect] = []
     agent.agreement.floor = floor_after(agent, nxt)
+    stay = {member.node for member in nxt.members}
+    agent.unheard = (agent.unheard | agent.detector.down) - stay
     settle(agent, now, nxt, digest, None, jumped and not joined)
     if jumped or joined:
         agent.history.views.clear()

@@ -31,7 +31,7 @@ SAY = """\
 import json, os, signal, time
 def say(what):
     e = os.environ
-    world = [int(e["WORLD_SIZE"]), e["TORCHELASTIC_RESTART_COUNT"], e["MASTER_PORT"]]
+    world = [int(e["WORLD_SIZE"]), e["TORCHELASTIC_RESTART_COUNT"], e.get("HYPERPODRUN_GENERATION", e["MASTER_PORT"])]
     line = json.dumps({"what": what, "at_s": time.monotonic(), "rank": int(e["RANK"]), "pid": os.getpid(), "world": world})
     fd = os.open(e["BENCH_DIR"] + "/events", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(fd, line.encode() + b"\\n")

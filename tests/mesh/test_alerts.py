@@ -11,7 +11,7 @@ def table(*accusers: str, subject: str = "n7") -> Alerts:
     alerts = Alerts("d", rings(NODES, 10))
     for seq, observer in enumerate(accusers):
         alerts.apply(seq, Alert("d", observer, subject, 1, True))
-    alerts.settle(100)
+    alerts.settle(100, must=True)
     return alerts
 
 
@@ -31,7 +31,7 @@ def test_an_alert_is_taken_back_and_never_by_an_older_one() -> None:
     alerts = table("n0", "n1", "n2")
     assert not alerts.apply(5, Alert("d", "n0", "n7", 1, False))
     assert alerts.apply(5, Alert("d", "n0", "n7", 2, False))
-    alerts.settle(6)
+    alerts.settle(6, must=True)
     assert alerts.suspects() == () and alerts.first_ns is None
 
 
@@ -46,7 +46,7 @@ def test_the_alert_of_a_suspected_observer_is_implied() -> None:
     alerts = table("n0", "n1", "n2")
     for observer in ("n0", "n1", "n2"):
         alerts.apply(7, Alert("d", observer, "n6", 1, True))
-    alerts.settle(8)
+    alerts.settle(8, must=True)
     assert alerts.count("n7") == 4 and alerts.count("n6") == 4
 
 
