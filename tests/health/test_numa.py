@@ -243,6 +243,7 @@ def test_for_any_machine(tmp_path_factory: pytest.TempPathFactory, machine: Mach
 @pytest.mark.torch
 @quick
 @given(machines())
+@example(Machine(sockets=1, nodes=3, caches=2, cores=1, threads=2, gpus=(0,), barred=frozenset({0, 7})))
 def test_torch_agrees(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> None:
     """One rank a GPU, where torch's own code has an answer."""
     if not machine.gpus:
