@@ -300,6 +300,7 @@ def _next_signal(awaited: Collection[signal.Signals], left_s: float | None) -> i
     Not sigtimedwait: Python 3.11's gives a signal number that was never set when its time ran out while this process was stopped.
     The timer's own SIGALRM is known by its code: the kernel sent it. One that comes late counts for nothing.
     """
+    info: signal.struct_siginfo | None
     if left_s is None:
         info = signal.sigwaitinfo(awaited)
     elif left_s <= 0:

@@ -63,7 +63,7 @@ def _cpus(machine: "_Machine", binding: NumaBinding, seat: int, nodes: Sequence[
     turn = neighbours.index(seat)
     if binding == "exclusive":
         return _share(machine.groups(cpus, machine.core_of), turn, len(neighbours), node)
-    # Of equal ones the first, counted by the whole complex as torch does, though the process may not use all of it: the sort is stable.
+    # Of equal ones the first, by the lowest CPU of the whole complex (usable or not), as torch does: the sort is stable.
     complexes = sorted(machine.groups(cpus, machine.last_cache_of), key=lambda group: -len(group))
     return complexes[turn % len(complexes)]
 

@@ -135,7 +135,8 @@ class LoneAgent:
         for rank in range(self.ranks):
             env = environment.worker_env(
                 self.config, self.base, local_rank=rank, rank=rank, world_size=self.ranks, group_rank=0, group_world_size=1,
-                restart_count=len(self.attempts), generation=len(self.attempts), node="here", master_addr="127.0.0.1", rank0_addr="127.0.0.1",
+                restart_count=len(self.attempts), generation=len(self.attempts), node="here",
+                master_addr="127.0.0.1", rank0_addr="127.0.0.1",
                 master_port=self.order.get("port", 29500), error_file="/nowhere", family="lone", use_agent_store=False,
                 visible_device=(self.order.get("devices") or [None] * self.ranks)[rank],
             )  # fmt: skip
