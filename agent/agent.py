@@ -1,4 +1,4 @@
-"""The agent of one node: signals, children and scripts joined to the core that decides about the job.
+"""The agent of one node: signals and scripts joined to the core that decides about the job.
 
 What to do next is decided in `policy/job.py` where this node is the job, and else by the mesh, to which `policy/cluster.py` is the
 bridge. One attempt is run by `attempt.py`; how a failure is told is in `failure.py`. Everything here is plumbing: events go into the
@@ -9,12 +9,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hyperpodrun.agent import family
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
+from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
 from hyperpodrun.agent.first_failure import FirstFailure
@@ -63,15 +63,16 @@ class Agent:
         self.node = socket.gethostname()
         self.code = exit_codes.INTERNAL
         self.reactor = Reactor()
+        self.children = Children(self.reactor)
         self.base_env = {k: v for k, v in os.environb.items() if k.decode(errors="replace") not in names.NEVER_IN_WORKERS}
         self.base_env[names.FAMILY.encode()] = link.family.encode()
         self.output = Output(self.reactor, config, link.run_dir.path)
         self.cgroup = WorkerCgroup(link.family)
         self.starter = WorkerStarter(
-            self.reactor, config, self.base_env, self.watch_child, self.output.open_helper, self.output.say
+            self.reactor, config, self.base_env, self.children.watch, self.output.open_helper, self.output.say
         )
-        self.sweeper = Sweeper(self.reactor, link.family, self.starter.helper_pids, self.reap, self.cgroup)
-        self.script = Script(self.reactor, self.watch_child, config.python)
+        self.sweeper = Sweeper(self.reactor, link.family, self.starter.helper_pids, self.children.reap, self.cgroup)
+        self.script = Script(self.reactor, self.children.watch, config.python)
         self.status_files = StatusFiles(link.run_dir.path, os.environ.get(names.STATUS_FILE), self.output.say)
         self.restarts = Total(config.max_restarts, int(link.memo.get("restarts_used", "0")))
         self.job: policy.Job | cluster.ClusterJob = policy.Job(
@@ -85,7 +86,7 @@ class Agent:
         if config.mesh is not None:
             self.job = cluster.ClusterJob(config.pre_train_script is not None, config.post_train_script is not None)
         self.restart_count = int(link.memo.get("restart_count", "0"))
-        self.desk = FailureDesk(config, self.node, self.reactor, self.output, self.watch_child)
+        self.desk = FailureDesk(config, self.node, self.reactor, self.output, self.children.watch)
         self.attempt = AttemptRunner(
             config,
             self.reactor,
@@ -94,7 +95,7 @@ class Agent:
             self.sweeper,
             self.cgroup,
             self.desk,
-            self.watch_child,
+            self.children.watch,
             self.base_env,
             link.family,
             self.node,
@@ -111,8 +112,6 @@ class Agent:
             pass_on=self.pass_on,
         )
         self.store: Store | None = None
-        self.watched: dict[int, Callable[[int], None]] = {}
-        self.unclaimed: dict[int, int] = {}
         self.ports: set[int] = set()
         self.port_retries = 0
         self.started_at = float(link.memo.get("started_at", f"{time.time()}"))
@@ -146,7 +145,7 @@ class Agent:
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         wanted = {*FORWARDED, *self.config.signals_to_handle} - ({signal.SIGHUP} if ignored else set())
         self.reactor.handle_signals(wanted, self.on_signal)
-        self.reactor.handle_signals([signal.SIGCHLD], lambda _: self.reap())
+        self.reactor.handle_signals([signal.SIGCHLD], lambda _: self.children.reap())
         signal.pthread_sigmask(signal.SIG_SETMASK, self.link.signal_mask)
 
     def on_signal(self, number: int) -> None:
@@ -159,30 +158,6 @@ class Agent:
             self.advance(policy.StopSignal(number))
         elif number in STOP_SIGNALS:
             self.advance(policy.StopSignal(number, at_once=True))  # not to be handled: its default action, without leftovers
-
-    # --- children
-
-    def watch_child(self, pid: int, on_exit: Callable[[int], None]) -> None:
-        """Call back with the wait status of this child, also when it was reaped a moment ago."""
-        status = self.unclaimed.pop(pid, None)
-        if status is not None and family.read_process(pid) is None:
-            self.reactor.call_later(0, lambda: on_exit(status))
-        else:
-            self.watched[pid] = on_exit
-
-    def reap(self) -> None:
-        """Take leave of every dead child: workers, helpers, adopted orphans."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if callback := self.watched.pop(pid, None):
-                callback(status)
-            else:
-                self.unclaimed[pid] = status  # an orphan, or a worker that was killed before its pid is known here
 
     # --- the job
 
@@ -250,7 +225,7 @@ class Agent:
             restarts_used=self.restarts.used,
             started_at=self.started_at,
         )
-        self.unclaimed.clear()
+        self.children.forget()
         self.first_failure.begin()
         if self.store is not None:
             slot = self.mesh.slot if self.mesh else ""
@@ -306,7 +281,7 @@ class Agent:
             self.reactor,
             self.config,
             self,
-            self.watch_child,
+            self.children.watch,
             self.output.say,
             os.environ,
             self.link.lease,

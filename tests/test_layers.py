@@ -20,6 +20,7 @@ AGENT_LAYERS = {
     "policy": 2,
     "health": 2,
     "reactor": 2,
+    "children": 3,
     "workers": 3,
     "mesh": 3,
     "transport": 4,

@@ -14,12 +14,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from hyperpodrun.agent import family
+from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import names
@@ -39,9 +39,8 @@ class LoneAgent:
         fields = {"job_id": "test", "nproc_per_node": self.ranks, **order.get("config", {})}
         self.config = msgspec.convert({"program": program, **fields}, JobConfig)
         self.reactor = Reactor()
-        self.reactor.handle_signals([signal.SIGCHLD], lambda _: self.reap())
-        self.watched: dict[int, Callable[[int], None]] = {}
-        self.unclaimed: dict[int, int] = {}
+        self.reactor.handle_signals([signal.SIGCHLD], lambda _: self.children.reap())
+        self.children = Children(self.reactor)
         self.said: list[str] = []
         self.attempts: list[dict[str, int] | str] = []
         self.codes: list[int] = []
@@ -52,29 +51,9 @@ class LoneAgent:
         base = dict(os.environb)
         base[names.FAMILY.encode()] = b"lone"
         self.base = base
-        self.starter = WorkerStarter(self.reactor, self.config, base, self.watch, self.open_helper, self.said.append)
+        self.starter = WorkerStarter(self.reactor, self.config, base, self.children.watch, self.open_helper, self.said.append)
         self.servers: set[int] = set()
         self.pids: dict[int, int] = {}
-
-    def watch(self, pid: int, on_exit: Callable[[int], None]) -> None:
-        if pid in self.unclaimed:
-            status = self.unclaimed.pop(pid)
-            self.reactor.call_later(0, lambda: on_exit(status))
-        else:
-            self.watched[pid] = on_exit
-
-    def reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if callback := self.watched.pop(pid, None):
-                callback(status)
-            else:
-                self.unclaimed[pid] = status
 
     def open(self, name: str) -> int:
         return os.open(os.path.join(self.out, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -150,7 +129,7 @@ class LoneAgent:
         self.close_streams()
         self.pids = dict(pids)
         for rank, pid in pids:
-            self.watch(pid, lambda status, rank=rank: self.ended(rank, status))
+            self.children.watch(pid, lambda status, rank=rank: self.ended(rank, status))
 
     def close_streams(self) -> None:
         while self.streams:
