@@ -93,7 +93,7 @@ def worker_env(
     }
     if use_agent_store:
         host = f"[{master_addr}]" if ":" in master_addr else master_addr
-        own[names.LINK] = f"tcp://{host}:{master_port}"
+        own[names.STORE] = f"tcp://{host}:{master_port}"
     if visible_device is not None:
         own[names.CUDA_VISIBLE_DEVICES] = visible_device
     for name, value in own.items():

@@ -130,7 +130,7 @@ def _environments(config: JobConfig, environment: Mapping[str, str]) -> list[dic
         if config.master_port is None:
             ranks[-1][names.MASTER_PORT] = "(a free port)"
             if config.rootless:
-                ranks[-1][names.LINK] = "tcp://127.0.0.1:(a free port)"
+                ranks[-1][names.STORE] = "tcp://127.0.0.1:(a free port)"
         if config.mesh is not None:
             ranks[-1][names.RANK0_ADDR if config.rootless else names.MASTER_ADDR] = "(rank 0's node)"
     return ranks

@@ -49,6 +49,11 @@ def test_own_variables():
     assert {name: env.get(name) for name in wanted} == wanted
 
 
+def test_agents_own_store_has_its_address_in_a_variable():
+    own = rank_env(config(), use_agent_store=True, master_addr="::1", master_port=77)
+    assert own[names.STORE] == "tcp://[::1]:77" and names.STORE not in rank_env(config())
+
+
 def test_stale_variables_are_replaced_and_secrets_dropped():
     base = {name.encode(): b"stale" for name in names.PER_RANK | names.NEVER_IN_WORKERS} | {b"MINE": b"\xff"}
     env = rank_env(config(), base)
