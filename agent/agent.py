@@ -103,13 +103,14 @@ class Agent:
             on_change=self.write_status,
             on_first_failure=self.rank_failed,
             on_drained=lambda local_rank: self.first_failure.drained(local_rank),
+            on_back=self.attempt_back,
+            on_returned=self.all_returned,
         )
         self.first_failure = FirstFailure(
             self.reactor,
             self.desk,
             tell=self.tell_failure,
             ship=lambda text: self.mesh.ship(self.attempt.world.generation, text) if self.mesh and self.attempt.world else None,
-            pass_on=self.pass_on,
         )
         self.store: Store | None = None
         self.ports: set[int] = set()
@@ -165,22 +166,24 @@ class Agent:
         """Give the job core an event and carry out what it says."""
         for effect in self.job.handle(event, self.reactor.now_s()):  # type: ignore[arg-type]  # each core ignores the other's events
             match effect:
-                case cluster.RunAttempt(world):
-                    self.run_world(world)
+                case cluster.RunAttempt(world, in_place):
+                    self.run_world(world, in_place)
+                case cluster.Recall(reason):
+                    self.attempt.leave(reason)
                 case cluster.TellFailed() | cluster.TellFinished() | cluster.TellGone() | cluster.TellLeaving():
                     self.tell_mesh(effect)
                 case policy.RunScript(which):
                     self.run_script(which)
                 case policy.EndScript(kill):
                     self.script.stop(kill, self.config.shutdown_timeout_s)
-                case policy.RunAttempt(restart_count):
-                    self.run_attempt(restart_count)
+                case policy.RunAttempt(restart_count, in_place):
+                    self.run_attempt(restart_count, in_place)
                 case policy.StopAttempt(kill):
                     if not kill:
                         self.reactor.call_later(TELL_GRACE_S, partial(self.tell_grace, self.attempt.world))
                     self.attempt.stop(kill)
                 case policy.Restarting() | policy.GivingUp():
-                    self.desk.tell_next(effect)
+                    self.desk.tell_next(effect, self.attempt.kept)
                 case policy.End(code):
                     self.end(code)
         self.write_status()
@@ -193,8 +196,8 @@ class Agent:
                 "a second Ctrl-C (SIGINT) ends them now"
             )
 
-    def run_attempt(self, restart_count: int) -> None:
-        """Start all ranks; this node is the world."""
+    def run_attempt(self, restart_count: int, in_place: bool) -> None:
+        """Start all ranks, or those that are missing; this node is the world."""
         config = self.config
         try:
             port = config.master_port or (0 if self.store else rendezvous.choose_port(frozenset(self.ports)))
@@ -213,11 +216,12 @@ class Agent:
                 group_world_size=1,
                 master_addr=config.master_addr or config.local_addr or rendezvous.loopback(),
                 master_port=port,
-            )
+            ),
+            in_place,
         )
 
-    def run_world(self, world: World) -> None:
-        """Start this node's ranks of that world."""
+    def run_world(self, world: World, in_place: bool) -> None:
+        """Start this node's ranks of that world; `in_place`: those that wait at the restart barrier go on in it."""
         self.restart_count = world.restart_count
         self.link.remember(
             job_id=self.config.job_id,
@@ -230,7 +234,11 @@ class Agent:
         if self.store is not None:
             slot = self.mesh.slot if self.mesh else ""
             self.store.open(world.generation, slot, world.nodes or (slot,))
-        self.attempt.run(world, self.store.address if self.store else None)
+        address = self.store.address if self.store else None
+        if in_place:
+            self.attempt.go_on(world, address)
+        else:
+            self.attempt.run(world, address)
 
     def rank_failed(self, end: End) -> None:
         """A rank failed, the first one here. Whoever waits for one of its keys, deaf to signals, is freed."""
@@ -254,15 +262,25 @@ class Agent:
         self.end_store("its ranks have ended")
         if self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
             self.output.say(PORT_OF_THE_STORE)
+        over = policy.AttemptOver(verdict.code, port_taken=self.port_taken(verdict.text), final=verdict.final)
+        self.pass_on(verdict, over)
+
+    def attempt_back(self, verdict: Verdict) -> None:
+        """Workers wait at the restart barrier; nothing of their generation is left."""
+        self.pass_on(verdict, policy.AttemptBack(verdict.code))
+
+    def pass_on(self, verdict: Verdict, event: policy.AttemptOver | policy.AttemptBack) -> None:
+        """The job core says what follows."""
         if self.mesh is not None:
             self.desk.tell_here()
-            self.first_failure.over(verdict)
+            self.first_failure.over(verdict, lambda: self.advance(event))
         else:
-            self.pass_on(verdict)
+            self.advance(event)
 
-    def pass_on(self, verdict: Verdict) -> None:
-        """The job core says what follows."""
-        self.advance(policy.AttemptOver(verdict.code, port_taken=self.port_taken(verdict.text), final=verdict.final))
+    def all_returned(self) -> None:
+        """The wrapped function has returned on all ranks here: they wait for the ranks elsewhere."""
+        if self.mesh is None:
+            self.attempt.release()
 
     def port_taken(self, text: str) -> bool:
         """Do a rank's last words say that another program took the port that was chosen for its store?"""
@@ -327,11 +345,11 @@ class Agent:
         """The mesh says: start."""
         self.advance(cluster.StartHere(world))
 
-    def stop_here(self, generation: int, kill: bool) -> None:
-        """The mesh says: stop."""
+    def stop_here(self, generation: int, kill: bool, in_place: bool) -> None:
+        """The mesh says: stop. `in_place`: workers that can, go to the restart barrier instead."""
         self.end_store(self.mesh.view.reason if self.mesh and self.mesh.view else "this node is no longer part of it")
         self.first_failure.settle()
-        self.advance(cluster.StopHere(generation, kill))
+        self.advance(cluster.StopHere(generation, kill, in_place))
 
     def job_over(self, code: int, reason: str) -> None:
         """The mesh says: the job is over."""
