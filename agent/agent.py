@@ -100,6 +100,7 @@ class Agent:
             self.base_env,
             link.family,
             self.node,
+            link.run_dir.path,
             on_over=self.attempt_over,
             on_change=self.write_status,
             on_first_failure=self.rank_failed,
@@ -169,8 +170,8 @@ class Agent:
             match effect:
                 case cluster.RunAttempt(world, in_place):
                     self.run_world(world, in_place)
-                case cluster.Recall(reason):
-                    self.attempt.leave(reason)
+                case cluster.Recall():
+                    self.attempt.leave(self.mesh.view.reason if self.mesh and self.mesh.view else "")
                 case cluster.TellFailed() | cluster.TellFinished() | cluster.TellGone() | cluster.TellLeaving():
                     self.tell_mesh(effect)
                 case policy.RunScript(which):
@@ -409,6 +410,7 @@ class Agent:
         self.code = code
         self.desk.flush(code)
         self.starter.close()
+        self.attempt.close()
         if self.store is not None:
             self.store.close()
         self.sweeper.sweep(self.ended, gentle=False, marked=True)

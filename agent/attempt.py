@@ -25,7 +25,6 @@ from hyperpodrun.agent.workers.placement import Place
 from hyperpodrun.agent.workers.start import WorkerStarter
 from hyperpodrun.agent.workers.sweep import Sweeper
 
-
 SLOW_S = 1.0
 """A recall that takes longer is told of while it goes on."""
 
@@ -51,6 +50,7 @@ class AttemptRunner:
         base_env: dict[bytes, bytes],
         family: str,
         node: str,
+        run_dir: str,
         on_over: Callable[[Verdict], None],
         on_change: Callable[[], None],
         on_first_failure: Callable[[group.End], None],
@@ -79,7 +79,7 @@ class AttemptRunner:
         self._on_returned = on_returned
         back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
-        self._links = WorkerLinks(reactor, config, output.say, lambda: self._group.alive, self._said, self._unlinked)
+        self._links = WorkerLinks(reactor, config, run_dir, lambda: self._group.alive, self._said, self._unlinked)
         self._remains = Remains(sweeper, output.error_file, self._swept_alone)
         self._effects: deque[group.Effect] = deque()
         self._busy = False
@@ -115,13 +115,17 @@ class AttemptRunner:
         self._on_change()
 
     def leave(self, reason: str) -> None:
-        """The world is lost elsewhere: bring the workers out of it, in place where that saves a process; `on_back` or `on_over` comes."""
+        """The world is lost elsewhere: bring the workers out of it, in place where that saves one; `on_back` or `on_over` comes."""
         self._failed_at_s = self._failed_at_s or self._reactor.now_s()
         self._feed(group.Leave(reason))
 
     def release(self) -> None:
         """The function has returned on all ranks of the world."""
         self._feed(group.Release())
+
+    def close(self) -> None:
+        """No attempt follows."""
+        self._links.close()
 
     @property
     def kept(self) -> int:
@@ -170,7 +174,7 @@ class AttemptRunner:
                 self._close_streams()
             case group.Ask(local_ranks):
                 self._ask(local_ranks)
-            case group.DumpStacks(local_ranks, why):
+            case recall.DumpStacks(local_ranks, why):
                 self._desk.dump_stacks({r: pid for r in local_ranks if (pid := self._group.alive.get(r))}, why)
             case group.Kill():
                 self._sweeper.kill_now()
@@ -183,7 +187,6 @@ class AttemptRunner:
                 self._on_back(self._desk.judge_back(effect))
             case group.Over():
                 self._enough_waiting()
-                self._links.forget()
                 self._remains.forget()
                 self._on_over(self._desk.judge(effect))
             case _:
@@ -257,9 +260,9 @@ class AttemptRunner:
         self._starter.start(workers, self._streams, self._started, self._start_failed)
 
     def _environment(self, local_rank: int, world: World) -> list[tuple[bytes, bytes]]:
-        return environment.worker_env(
+        env = environment.worker_env(
             self._config,
-            self._base_env | self._links.variables(),
+            self._base_env,
             local_rank=local_rank,
             rank=world.first_rank + local_rank,
             world_size=world.world_size,
@@ -276,6 +279,7 @@ class AttemptRunner:
             rank0_addr=world.master_addr,
             visible_device=self.places[local_rank].visible_device,
         )
+        return [*env, *self._links.variables().items()]
 
     def _entry(self, local_rank: int, world: World) -> link.Enter:
         """What a worker at the barrier is told: every variable that describes its rank, as a new process would find it."""

@@ -22,7 +22,6 @@ from hyperpodrun.agent.workers import evidence, report, stacks
 from hyperpodrun.agent.workers.group import Back, End, Over
 from hyperpodrun.agent.workers.output import Output, StreamName
 
-
 _STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 _RAISED = 1 << 8
 """The wait status of a Python program that ends by an exception: what a rank counts for that left its function by one."""
@@ -86,7 +85,9 @@ class FailureDesk:
     def slow_to_leave(self, end: End, waits: tuple[int, ...]) -> None:
         """Say what was seen and who is waited for: a recall that takes long should not look like a silence."""
         ranks = ", ".join(str(self._first_rank + local_rank) for local_rank in waits)
-        self._output.say(f"{report.headline(self._failed_rank(end), self._about(''))}; waiting for rank {ranks} to leave its function")
+        self._output.say(
+            f"{report.headline(self._failed_rank(end), self._about(''))}; waiting for rank {ranks} to leave its function"
+        )
 
     def back_after(self, seconds_s: float) -> None:
         """All ranks run again."""
@@ -198,10 +199,8 @@ class FailureDesk:
         if isinstance(effect, policy.GivingUp):
             self._reason = effect.reason
             return
-        total = self._config.max_restarts
-        step = f"restarting all ranks, {effect.left} of {total} restarts left"
-        if effect.in_place:
-            step = f"restarting in place (generation {effect.generation}, {kept} processes kept), {effect.left} of {total} restarts left"
+        what = f"in place (generation {effect.generation}, {kept} processes kept)" if effect.in_place else "all ranks"
+        step = f"restarting {what}, {effect.left} of {self._config.max_restarts} restarts left"
         if effect.free:
             step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
         self._tell(step)
@@ -227,9 +226,7 @@ class FailureDesk:
         root, others = self._pending
         self._pending = None
         about = self._about(step)
-        self._output.say(
-            report.render_short(root, len(others), about) if self._in_place else report.render(root, others, about)
-        )
+        self._output.say(report.render_short(root, len(others), about) if self._in_place else report.render(root, others, about))
 
     def _about(self, step: str) -> report.Circumstances:
         return report.Circumstances(
