@@ -100,7 +100,6 @@ class Agent:
             self.base_env,
             link.family,
             self.node,
-            link.run_dir.path,
             on_over=self.attempt_over,
             on_change=self.write_status,
             on_first_failure=self.rank_failed,
@@ -139,9 +138,19 @@ class Agent:
         for note in config.notes if not self.link.deaths else ():
             self.output.say(note)
         self.starter.prepare()
+        self.open_link()
         self.advance(policy.Begin(reborn=self.link.deaths > 0))
         self.reactor.run()
         return self.code
+
+    def open_link(self) -> None:
+        """Listen for workers, where they can speak; without it they can only be restarted as processes."""
+        if self.config.program.run_as == "program" and not self.config.inprocess_restart:
+            return
+        try:
+            self.attempt.links.open(self.link.run_dir.path, self.output.say)
+        except OSError as error:
+            self.output.say(f"{reason_of(error)}; workers cannot speak to the launcher, and are not restarted in place")
 
     def take_signals(self) -> None:
         """From here on signals are events; those that came before were held back and arrive now."""
@@ -410,7 +419,7 @@ class Agent:
         self.code = code
         self.desk.flush(code)
         self.starter.close()
-        self.attempt.close()
+        self.attempt.links.close()
         if self.store is not None:
             self.store.close()
         self.sweeper.sweep(self.ended, gentle=False, marked=True)

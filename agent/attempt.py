@@ -50,7 +50,6 @@ class AttemptRunner:
         base_env: dict[bytes, bytes],
         family: str,
         node: str,
-        run_dir: str,
         on_over: Callable[[Verdict], None],
         on_change: Callable[[], None],
         on_first_failure: Callable[[group.End], None],
@@ -79,7 +78,7 @@ class AttemptRunner:
         self._on_returned = on_returned
         back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
-        self._links = WorkerLinks(reactor, config, run_dir, lambda: self._group.alive, self._said, self._unlinked)
+        self.links = WorkerLinks(reactor, config, lambda: self._group.alive, self._said, self._unlinked)
         self._remains = Remains(sweeper, output.error_file, self._swept_alone)
         self._effects: deque[group.Effect] = deque()
         self._busy = False
@@ -122,10 +121,6 @@ class AttemptRunner:
     def release(self) -> None:
         """The function has returned on all ranks of the world."""
         self._feed(group.Release())
-
-    def close(self) -> None:
-        """No attempt follows."""
-        self._links.close()
 
     @property
     def kept(self) -> int:
@@ -199,13 +194,13 @@ class AttemptRunner:
         match effect:
             case recall.Enter(local_ranks):
                 for local_rank in local_ranks:
-                    self._links.send(local_rank, self._entry(local_rank, world))
+                    self.links.send(local_rank, self._entry(local_rank, world))
             case recall.Interrupt(local_ranks, reason):
                 for local_rank in local_ranks:
-                    self._links.send(local_rank, link.Interrupt(world.generation, reason))
+                    self.links.send(local_rank, link.Interrupt(world.generation, reason))
             case recall.Released(local_ranks):
                 for local_rank in local_ranks:
-                    self._links.send(local_rank, link.Released(world.generation))
+                    self.links.send(local_rank, link.Released(world.generation))
             case recall.KillAlone(local_ranks):
                 for local_rank in local_ranks:
                     if pid := self._group.alive.get(local_rank):
@@ -260,7 +255,7 @@ class AttemptRunner:
         self._starter.start(workers, self._streams, self._started, self._start_failed)
 
     def _environment(self, local_rank: int, world: World) -> list[tuple[bytes, bytes]]:
-        env = environment.worker_env(
+        return environment.worker_env(
             self._config,
             self._base_env,
             local_rank=local_rank,
@@ -277,9 +272,9 @@ class AttemptRunner:
             family=self._family,
             use_agent_store=self._store is not None,
             rank0_addr=world.master_addr,
+            link=self.links.address,
             visible_device=self.places[local_rank].visible_device,
         )
-        return [*env, *self._links.variables().items()]
 
     def _entry(self, local_rank: int, world: World) -> link.Enter:
         """What a worker at the barrier is told: every variable that describes its rank, as a new process would find it."""
@@ -315,7 +310,9 @@ class AttemptRunner:
 
     def _exited(self, local_rank: int, status: int) -> None:
         self._draining.add(local_rank)
-        self._remains.ended(local_rank, self._group.alive.get(local_rank, 0))
+        pid = self._group.alive.get(local_rank, 0)
+        self.links.ended(pid)
+        self._remains.ended(local_rank, pid)
         self._output.worker_ended(local_rank, lambda: self._drained(local_rank))
         self._feed(group.Exited(local_rank, status))
 

@@ -1,24 +1,17 @@
-"""Which connection at the link's door is which worker's.
+"""Which of the connections at the link's door speaks for which rank.
 
-A worker is known by its pid, which the kernel vouches for. Where the worker's main process is a wrapper around the training process
-(a shell script), the connection comes from below it: then the first restartable one speaks for the rank. Children of a worker that
-connect for themselves (data loaders) are heard, but speak for nobody.
+A worker's main process does, where it connects. Where that is only a shell around the training process, the first restartable process
+below it does. Children that connect for themselves (data loaders) are greeted and speak for nobody.
 
-States of a connection: *unknown* (nothing said yet, or a stranger's), *a rank's*.
-Invariants: at most one connection a rank; what it said before its process was known here is kept until `started`.
+Invariants: at most one connection a rank; a rank without one hears nothing, and is told of as unlinked once it has lost one.
 """
 
-import os
 from collections.abc import Callable, Mapping
 
-from hyperpodrun.agent import family
 from hyperpodrun.agent.config import JobConfig
-from hyperpodrun.agent.doors.link import LinkDoor, Peer
+from hyperpodrun.agent.doors.link import Connection, LinkDoor
 from hyperpodrun.agent.reactor import Reactor
-from hyperpodrun.agent.wire import link, names
-
-_GENERATIONS_DEEP = 8
-"""So many parents up a worker is looked for."""
+from hyperpodrun.agent.wire import link
 
 
 class WorkerLinks:
@@ -28,66 +21,59 @@ class WorkerLinks:
         self,
         reactor: Reactor,
         config: JobConfig,
-        folder: str,
         alive: Callable[[], Mapping[int, int]],
         said: Callable[[int, link.FromWorker], None],
         unlinked: Callable[[int], None],
     ) -> None:
+        self._reactor = reactor
         self._welcome = link.Welcome(config.inprocess_restart, config.abort_timeout_s, config.hang_timeout_s)
         self._alive = alive
         self._said = said
         self._unlinked = unlinked
-        self._ranks: dict[Peer, int] = {}
-        self._peers: dict[int, Peer] = {}
-        self._door = LinkDoor(reactor, os.path.join(folder, "link"), self._message, self._closed)
+        self._speakers: dict[int, Connection] = {}
+        self._door: LinkDoor | None = None
 
-    def variables(self) -> dict[bytes, bytes]:
-        """What tells a worker where to connect."""
-        return {names.LINK.encode(): b"unix:" + os.fsencode(self._door.path)}
+    def open(self, run_dir: str, say: Callable[[str], None]) -> None:
+        """Listen in the launcher's folder. Raises OSError; without a door workers can only be restarted as processes."""
+        self._door = LinkDoor(self._reactor, run_dir, say, self._message, self._closed, self._alive)
+
+    @property
+    def address(self) -> str:
+        """For the workers (`names.LINK`); "": nobody listens."""
+        return self._door.address if self._door is not None else ""
 
     def send(self, local_rank: int, message: link.ToWorker) -> None:
         """To this rank; one without a connection hears nothing."""
-        if peer := self._peers.get(local_rank):
-            peer.send(message)
+        if connection := self._speakers.get(local_rank):
+            connection.send(message)
+
+    def ended(self, pid: int) -> None:
+        """A worker's process was reaped."""
+        if self._door is not None:
+            self._door.drop(pid)
 
     def close(self) -> None:
         """Nobody is heard any more."""
-        self._door.close()
+        if self._door is not None:
+            self._door.close()
+            self._door = None
 
-    def _message(self, peer: Peer, message: link.FromWorker) -> None:
-        local_rank = self._ranks.get(peer)
+    def _message(self, connection: Connection, message: link.FromWorker) -> None:
+        local_rank = connection.local_rank
         if isinstance(message, link.Hello):
-            peer.send(self._welcome)
-            local_rank = self._owner(peer.pid, message)
-            if local_rank is None:
-                return
-            if (older := self._peers.get(local_rank)) is not None:
-                self._ranks.pop(older, None)
-            self._ranks[peer] = local_rank
-            self._peers[local_rank] = peer
-        if local_rank is not None and local_rank in self._alive():
+            connection.send(self._welcome)
+            if connection.main or (message.restartable and not self._speaks(local_rank)):
+                self._speakers[local_rank] = connection
+        if self._speakers.get(local_rank) is connection and local_rank in self._alive():
             self._said(local_rank, message)
 
-    def _owner(self, pid: int, hello: link.Hello) -> int | None:
-        """For which rank this process speaks; None: for none."""
-        by_pid = {worker: local_rank for local_rank, worker in self._alive().items()}
-        if pid in by_pid:
-            return by_pid[pid]
-        if not hello.restartable:
-            return None
-        for _ in range(_GENERATIONS_DEEP):
-            process = family.read_process(pid)
-            if process is None:
-                return None
-            pid = process.parent
-            if pid in by_pid:
-                local_rank = by_pid[pid]
-                return local_rank if local_rank not in self._peers else None
-        return None
+    def _speaks(self, local_rank: int) -> bool:
+        connection = self._speakers.get(local_rank)
+        return connection is not None and not connection.closed
 
-    def _closed(self, peer: Peer) -> None:
-        local_rank = self._ranks.pop(peer, None)
-        if local_rank is not None and self._peers.get(local_rank) is peer:
-            del self._peers[local_rank]
+    def _closed(self, connection: Connection) -> None:
+        local_rank = connection.local_rank
+        if self._speakers.get(local_rank) is connection:
+            del self._speakers[local_rank]
             if local_rank in self._alive():
                 self._unlinked(local_rank)
