@@ -1,11 +1,11 @@
 import socket, threading
 import msgspec
-from hyperpodrun.agent.wire import link
+from hyperpodrun.agent.wire import address, link
 
 class PlainLine:
     def __init__(self, path, on_message, on_end):
         self._s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._s.connect(path)
+        with address.fitting(path) as short: self._s.connect(short)
         self._dec = msgspec.msgpack.Decoder(link.ToWorker)
         self._m, self._e = on_message, on_end
         threading.Thread(target=self._read, name="hyperpodrun-line", daemon=True).start()

@@ -135,7 +135,7 @@ def test_fault_before_anybody_has_met(launch: Callable, fault: str) -> None:
     "fault", ["raise ValueError('in the hook')", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["exception", "SIGKILL"]
 )
 def test_fault_on_the_way_to_the_barrier(launch: Callable, part: str, fault: str) -> None:
-    hook = f"hook" if part != "abort" else "Abort(hook)"
+    hook = "hook" if part != "abort" else "Abort(hook)"
     head = f"""
 from hyperpodrun.inprocess.abort import Abort
 def hook():
