@@ -50,7 +50,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     nproc_per_node: int = 1
     role: str = "default"
     max_restarts: int = 0
-    max_restarts_given: bool = True
+    max_restarts_given: bool = False
     """False: nobody named a number. With `inprocess_restart` other limits hold then (policy/escalation.py)."""
     restart_window_s: float = 3600.0
     max_node_failures: int | None = None
