@@ -22,6 +22,7 @@ from hyperpodrun.agent.mesh_farewell import Farewell
 from hyperpodrun.agent.mesh_network import REPORT_BYTES, Envelope, MeshNetwork, slot_of
 from hyperpodrun.agent.mesh_start import MeshStart, Place
 from hyperpodrun.agent.mesh_worlds import Worlds
+from hyperpodrun.agent.policy.escalation import decide
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.status import MeshStatus
@@ -162,7 +163,12 @@ class MeshDriver:
         if view is None or view.mode != "closed":
             self._farewell.at_once(lambda: self._close_now(then))
             return
-        theirs = bool(view.exit_code) and self.slot == view.order[0] and f" {self.slot} failed" not in view.reason
+        theirs = (
+            bool(view.exit_code)
+            and view.reason.startswith("workers of ")
+            and self.slot == view.order[0]
+            and f" {self.slot} failed" not in view.reason
+        )
         self._farewell.begin(awaits_report=theirs, on_gone=lambda: self._close_now(then))
 
     # --- beginning
@@ -214,7 +220,7 @@ class MeshDriver:
             addresses=network.addresses,
         )
         self._node = Node(
-            self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote, first_start=self._first_start
+            self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote, self._first_start, decide
         )
         if self._node.view is not None:  # the vote file's: this agent, or the one before it, died
             self._view = self._node.view
@@ -237,7 +243,7 @@ class MeshDriver:
             roster=place.named if len(place.named) == slots else (),
             first_contact=place.named[0] if place.named else place.slot,
             elastic_now=mesh.elastic_join_now,
-            max_restarts=config.max_restarts,
+            rules=config.rules(),
             join_window_ns=int(mesh.join_window_s * 1e9),
             heartbeat_ns=heartbeat_ms * 1_000_000,
             misses=misses,
@@ -367,7 +373,7 @@ class MeshDriver:
         worlds.adopt(view)
         network.link(view.members)
         slots = {*node.bootstrap.slots(), self.slot}
-        line = mesh_words.adopted(view, self._view, self.slot, self._config.min_nodes, self._config.max_restarts, slots)
+        line = mesh_words.adopted(view, self._view, self.slot, self._config.min_nodes, self._config.rules().max_restarts, slots)
         self._view, self._view_at = view, time.time()
         if line:
             self._say(line)

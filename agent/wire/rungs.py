@@ -42,9 +42,10 @@ UNKNOWN = Symptoms()
 
 
 class Fault(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A fault that was dealt with: what the next decision remembers. `rank` is local, -1: the node or its agent itself. `rung` was
-    chosen for it ("replace" also where nobody could take its place and all processes were replaced instead). `at_s`: seconds since
-    the epoch by the clock of whoever decided.
+    """A fault that was dealt with: what the next decision remembers.
+
+    `rank` is local, -1: the node or its agent itself, -2: no one rank's. `rung` was chosen for it ("replace" also where nobody could
+    take its place and all processes were replaced instead). `at_s`: seconds since the epoch by the clock of whoever decided.
     """
 
     generation: int
@@ -105,12 +106,15 @@ class Situation(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """What follows. `rung` "": nothing. `fresh`: nodes whose processes are replaced (rungs node and replace); `dropped`: nodes that
-    are replaced; `held_back`: repeat offenders, which are not given a place while a world is feasible without them. `history` as it
-    is from now on. `counted`: it spends a restart. `reason` in words; `code`: how the job ends.
+    """What follows. `rung` "": nothing.
+
+    `in_place`: should the world restart, processes stay, but those of the nodes in `fresh`. `dropped`: nodes that are to go.
+    `held_back`: repeat offenders, which are given no place while a world is feasible without them. `history` as it is from now on.
+    `counted`: it spends a restart. `reason` in words; `code`: how the job ends.
     """
 
     rung: Asked = ""
+    in_place: bool = False
     fresh: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     held_back: tuple[str, ...] = ()
