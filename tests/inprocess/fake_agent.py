@@ -278,7 +278,7 @@ class FakeAgent:
         if generation not in self.stores:
             self.stores.clear()  # the end of one generation's store is its clients' error
             self.stores[generation] = TCPStore(
-                "127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False, use_libuv=True
+                "127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False, use_libuv=False
             )
         return self.stores[generation]
 
