@@ -302,9 +302,11 @@ class FakeAgent:
         self.playing = True
         self.look()
         self.until(
-            lambda: all(worker.pid in self.nursery.codes for worker in self.workers.values())
-            if until_generation is None
-            else self.generation >= until_generation,
+            lambda: (
+                all(worker.pid in self.nursery.codes for worker in self.workers.values())
+                if until_generation is None
+                else self.generation >= until_generation
+            ),
             "the job",
         )
         self.playing = False
