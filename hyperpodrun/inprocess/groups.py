@@ -57,7 +57,8 @@ def forget(timeout_s: float) -> None:
 def _abort_nccl() -> None:
     """Every NCCL communicator of this process, at the same time: one that waits for another's must not hold it up."""
     threads = [
-        threading.Thread(target=_quietly, args=(backend,), name="hyperpodrun-nccl-abort", daemon=True) for backend in _nccl_backends()
+        threading.Thread(target=_quietly, args=(backend,), name="hyperpodrun-nccl-abort", daemon=True)
+        for backend in _nccl_backends()
     ]
     for thread in threads:
         thread.start()

@@ -69,7 +69,9 @@ class CudaHealthCheck:
         except Exception as error:
             raise HealthCheckError(f"CUDA device {device} is unusable: {error}") from error
         if not right:
-            raise HealthCheckError(f"CUDA device {device} computes wrongly: a product of two small matrices differs", rung="replace")
+            raise HealthCheckError(
+                f"CUDA device {device} computes wrongly: a product of two small matrices differs", rung="replace"
+            )
 
     def _multiply(self, torch: Any, device: int) -> bool:
         torch.cuda.set_device(device)

@@ -7,10 +7,13 @@ patched. Progress is any of these, and entering the function: initialisation cou
 Invariant: `steps` and `calls` only grow within a generation; `begin` starts them at 0.
 """
 
+import os
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any
+
+from hyperpodrun.agent.wire import names
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,9 @@ counters = Counters()
 def note_step(step: int) -> None:
     """Step `step` has been finished (its state is committed). Called by hyperpodrun.recovery, or by scripts without it."""
     counters.note_step(step)
-    inject = sys.modules.get("hyperpodrun.inprocess.inject")
-    if inject is not None:
+    if names.INJECT in os.environ:
+        from hyperpodrun.inprocess import inject
+
         inject.point("step", step)
 
 

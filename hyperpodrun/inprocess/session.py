@@ -42,7 +42,6 @@ class Session:
         self._released = -1
         self._lost = False
         self._stopper: threading.Thread | None = None
-        self._stop_beating = threading.Event()
 
     def connect(self, connect: Connect) -> bool:
         """Greet the agent and hear what it allows. False: there is none. Raises InternalError when it does not answer."""
@@ -59,7 +58,9 @@ class Session:
         with self._changed:
             if not self._changed.wait_for(lambda: self.welcome is not None or self._lost, WELCOME_S) or self._lost:
                 raise InternalError("the agent of this node did not answer this process; is it one of its workers?")
-        threading.Thread(target=self._beat, name="hyperpodrun-beat", daemon=True).start()
+        self._line.beat_with(self._beat)
+        if self.welcome is not None and self.welcome.hang_timeout_s is not None:
+            threading.Thread(target=self._count, name="hyperpodrun-count", daemon=True).start()
         return True
 
     @property
@@ -84,13 +85,13 @@ class Session:
         return self._line is not None and not self._lost and os.getpid() == self._pid
 
     def send(self, message: link.FromWorker) -> None:
-        """To the agent. One that has ended is noticed by the line's thread, not here; a forked child says nothing."""
+        """To the agent. That it has ended is told by the line, not here; a forked child says nothing."""
         if self._line is None or os.getpid() != self._pid:
             return
         try:
             self._line.send(message)
         except OSError:
-            self._end()
+            pass
 
     # --- the thread that runs the function
 
@@ -187,24 +188,22 @@ class Session:
         )
         self._stopper.start()
 
-    def _end(self) -> None:
+    def _end(self, _reason: object = None) -> None:
         with self._changed:
             self._lost = True
             self._changed.notify_all()
 
-    # --- the beat's thread
+    # --- beats
 
-    def _beat(self) -> None:
-        assert self.welcome is not None
-        watched = self.welcome.hang_timeout_s is not None
-        while not self._stop_beating.wait(link.BEAT_S) and self.alive:
-            stage = self.stage
-            if watched and stage == "function":
-                counters.count_collectives()
-            now = counters.now()
-            still_s = now.still_s if watched and stage == "function" else None
-            self.send(link.Beat(self.generation, stage, now.steps, now.calls, still_s))
-            self._watch_heart(stage, now.pinged_at_s)
+    def _beat(self) -> link.Beat | None:
+        """What the line's thread sends every BEAT_S."""
+        if not self.alive:
+            return None
+        now = counters.now()
+        stage = self.stage
+        watched = self.welcome is not None and self.welcome.hang_timeout_s is not None and stage == "function"
+        self._watch_heart(stage, now.pinged_at_s)
+        return link.Beat(self.generation, stage, now.steps, now.calls, now.still_s if watched else None)
 
     def _watch_heart(self, stage: str, pinged_at_s: float | None) -> None:
         limit_s = self.heartbeat_timeout_s
@@ -215,6 +214,13 @@ class Session:
             reason = f"no ping() for {silent_s:.1f} s (heartbeat_timeout={limit_s:g})"
             self.fault("HeartbeatTimeout", reason)
             self.leave_by_itself(reason)
+
+    def _count(self) -> None:
+        """A thread of its own: it may be the last to hold a group, whose end can take its time."""
+        while self.alive:
+            if self.stage == "function":
+                counters.count_collectives()
+            time.sleep(link.BEAT_S / 2)
 
 
 def _nothing() -> None:

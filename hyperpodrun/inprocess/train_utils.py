@@ -17,14 +17,16 @@ class HPAgentK8sAPIFactory:
     one's own (tests do): it gets `(on_message, on_end)` and returns an object with `send`, or None.
     """
 
-    def __call__(self, on_message: Callable[[link.ToWorker], None], on_end: Callable[[], None]) -> Line | None:
-        """Raises InternalError when there is an agent that cannot be reached."""
-        address = os.environ.get(names.LINK, "")
-        if not address.startswith("unix:"):
-            return None
-        from hyperpodrun.inprocess import plain_line
+    def __call__(self, on_message: Callable[[link.ToWorker], None], on_end: Callable[[object], None]) -> Line | None:
+        """See line.Connect."""
+        from hyperpodrun.link import Link, NoLauncher
 
-        return plain_line.connect(address.removeprefix("unix:"), on_message, on_end)
+        try:
+            line = Link.current()
+        except NoLauncher:
+            return None
+        line.subscribe(on_message, on_end)
+        return line
 
 
 def wait_rank(timeout: float | None = None) -> tuple[int, int]:

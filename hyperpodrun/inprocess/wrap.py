@@ -24,7 +24,6 @@ import functools
 import inspect
 import json
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -260,7 +259,7 @@ class _Rounds:
 
 def _inject(phase: str) -> None:
     """A planted fault (inject.py), where one is asked for."""
-    if names.INJECT in os.environ or "hyperpodrun.inprocess.inject" in sys.modules:
+    if names.INJECT in os.environ:
         from hyperpodrun.inprocess import inject
 
         inject.point(phase)
@@ -340,4 +339,4 @@ _warned: set[str] = set()
 def _warn_once(sentence: str) -> None:
     if sentence not in _warned:
         _warned.add(sentence)
-        warnings.warn(sentence, stacklevel=4)
+        warnings.warn(sentence, stacklevel=5)

@@ -278,7 +278,7 @@ class FakeAgent:
         if generation not in self.stores:
             self.stores.clear()  # the end of one generation's store is its clients' error
             self.stores[generation] = TCPStore(
-                "127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False, use_libuv=True
+                "127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False, use_libuv=False
             )
         return self.stores[generation]
 
@@ -302,9 +302,11 @@ class FakeAgent:
         self.playing = True
         self.look()
         self.until(
-            lambda: all(worker.pid in self.nursery.codes for worker in self.workers.values())
-            if until_generation is None
-            else self.generation >= until_generation,
+            lambda: (
+                all(worker.pid in self.nursery.codes for worker in self.workers.values())
+                if until_generation is None
+                else self.generation >= until_generation
+            ),
             "the job",
         )
         self.playing = False

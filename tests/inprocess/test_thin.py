@@ -14,6 +14,7 @@ def main(x, caller=None):
 print("value", main(41), flush=True)
 """
 
+
 def test_thin(agent):
     agent.start(SCRIPT)
     agent.await_message(link.AtBarrier)
@@ -30,6 +31,7 @@ def test_thin(agent):
     agent.release()
     assert agent.code() == 0
     assert agent.lines()[-1] == "value 42"
+
 
 GLOO = """
 import os, time, faulthandler, torch, torch.distributed as dist
@@ -52,14 +54,15 @@ def main(caller=None):
     if g == 3 and r == 0:
         time.sleep(0.05)
         raise ValueError
-    if g < 8 :
+    if g < 9 :
         if r == g % 3: raise ValueError
-    if g < 8: dist.all_reduce(x)
+    if g < 9: dist.all_reduce(x)
     dist.barrier()
     dist.destroy_process_group()
     return g
 print("value", main(), flush=True)
 """
+
 
 def test_gloo(agent_of):
     agent = agent_of(3, store=True)
@@ -69,6 +72,8 @@ def test_gloo(agent_of):
     agent.await_line("up 2", rank=0)
     agent.end_generation("hang")
     agent.play()
-    for r in range(3): print(agent.output(r))
-    for a, b in zip(agent.times, agent.times[1:]): print(b[0], b[1], b[2]-a[2])
+    for r in range(3):
+        print(agent.output(r))
+    for a, b in zip(agent.times, agent.times[1:]):
+        print(b[0], b[1], b[2] - a[2])
     assert all("value" in agent.lines(r)[-1] for r in range(3))
