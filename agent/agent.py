@@ -82,6 +82,7 @@ class Agent:
             pre_script=config.pre_train_script is not None,
             post_script=config.post_train_script is not None,
             restart_count=int(link.memo.get("restart_count", "0")),
+            rules=config.rules(),
         )
         self.mesh: MeshDriver | None = None
         if config.mesh is not None:
@@ -266,20 +267,23 @@ class Agent:
         """A rank failed, here first as far as is known: a word to the mesh."""
         free = self.port_taken(verdict.text) and self.port_retries < policy.MAX_PORT_RETRIES
         self.port_retries += free
-        symptoms = Symptoms(rank=verdict.local_rank, final=verdict.final)
-        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free, symptoms))
+        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free, self.symptoms(verdict)))
+
+    def symptoms(self, verdict: Verdict) -> Symptoms:
+        """What is known of a failure, beside its code and words."""
+        return Symptoms(verdict.local_rank, verdict.final, verdict.rung, self.attempt.recalled, self.attempt.progressed)
 
     def attempt_over(self, verdict: Verdict) -> None:
         """Nothing of the attempt is left."""
         self.end_store("its ranks have ended")
         if self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
             self.output.say(PORT_OF_THE_STORE)
-        over = policy.AttemptOver(verdict.code, port_taken=self.port_taken(verdict.text), final=verdict.final)
-        self.pass_on(verdict, over)
+        port_taken = self.port_taken(verdict.text)
+        self.pass_on(verdict, policy.AttemptOver(verdict.code, port_taken, verdict.final, self.symptoms(verdict)))
 
     def attempt_back(self, verdict: Verdict) -> None:
         """Workers wait at the restart barrier; nothing of their generation is left."""
-        self.pass_on(verdict, policy.AttemptBack(verdict.code))
+        self.pass_on(verdict, policy.AttemptBack(verdict.code, self.symptoms(verdict)))
 
     def pass_on(self, verdict: Verdict, event: policy.AttemptOver | policy.AttemptBack) -> None:
         """The job core says what follows."""

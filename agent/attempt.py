@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
+from hyperpodrun.agent.health.hang import HangWatch
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.remains import Remains
@@ -79,6 +80,8 @@ class AttemptRunner:
         back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
         self.links = WorkerLinks(reactor, config, lambda: self._group.alive, self._said, self._unlinked)
+        self._hangs = HangWatch(config.hang_timeout_s)
+        self._hang_tick: Timer | None = None
         self._remains = Remains(sweeper, output.error_file, self._swept_alone)
         self._effects: deque[group.Effect] = deque()
         self._busy = False
@@ -102,6 +105,7 @@ class AttemptRunner:
         self._reason = ""
         self._failed_at_s = None
         self._desk.begin_attempt(world)
+        self._hangs.begin()
         self._feed(group.Start(self._config.nproc_per_node, world.generation))
 
     def go_on(self, world: World, store: tuple[str, int] | None = None, reason: str = "") -> None:
@@ -110,6 +114,7 @@ class AttemptRunner:
         self._store = store
         self._reason = reason
         self._desk.begin_attempt(world)
+        self._hangs.begin()
         self._feed(group.Reenter(world.generation))
         self._on_change()
 
@@ -141,6 +146,16 @@ class AttemptRunner:
             os.kill(pid, number)
 
     @property
+    def progressed(self) -> bool:
+        """Has a rank here completed a step in this generation, or can nobody know?"""
+        return self._hangs.progressed
+
+    @property
+    def recalled(self) -> bool:
+        """Are the workers being brought, or were they, to the barrier in place?"""
+        return self._group.state in (group.State.RECALLING, group.State.BACK)
+
+    @property
     def pids(self) -> dict[int, int]:
         """Local rank -> pid of each worker that runs."""
         return self._group.alive
@@ -158,6 +173,8 @@ class AttemptRunner:
                 self._carry_out(self._effects.popleft())
         finally:
             self._busy = False
+        if self._group.state not in (group.State.STARTING, group.State.RUNNING):
+            self._hangs.stop()
         self._reset_tick()
 
     def _carry_out(self, effect: group.Effect) -> None:
@@ -193,6 +210,7 @@ class AttemptRunner:
         assert world is not None
         match effect:
             case recall.Enter(local_ranks):
+                self._hangs.entered(local_ranks, self._reactor.now_s())
                 for local_rank in local_ranks:
                     self.links.send(local_rank, self._entry(local_rank, world))
             case recall.Interrupt(local_ranks, reason):
@@ -233,6 +251,23 @@ class AttemptRunner:
             self._tick.cancel()
         deadline_s = self._group.next_deadline_s()
         self._tick = None if deadline_s is None else self._reactor.call_at(deadline_s, lambda: self._feed(group.Tick()))
+        hang_s = self._hangs.next_deadline_s()
+        if self._hang_tick is not None and (
+            hang_s is None or self._hang_tick.callback is None or hang_s < self._hang_tick.when_s
+        ):
+            self._hang_tick.cancel()
+            self._hang_tick = None
+        if hang_s is not None and self._hang_tick is None:
+            self._hang_tick = self._reactor.call_at(hang_s, self._look_for_hangs)
+
+    def _look_for_hangs(self) -> None:
+        """At most this often: a deadline that moved away meanwhile is looked at again when it comes."""
+        self._hang_tick = None
+        verdict = self._hangs.tick(self._reactor.now_s())
+        if verdict is not None:
+            self._feed(group.Hung(verdict.local_ranks, verdict.why))
+        else:
+            self._reset_tick()
 
     def _make_processes(self, local_ranks: tuple[int, ...]) -> None:
         world, config = self.world, self._config
@@ -291,6 +326,7 @@ class AttemptRunner:
     def _started(self, pids: list[tuple[int, int]]) -> None:
         self._close_streams()
         self._cgroup.add(pid for _, pid in pids)
+        self._hangs.born([local_rank for local_rank, _ in pids], self._reactor.now_s())
         self._feed(group.Started(tuple(pids)))
         for local_rank, pid in pids:
             self._watch_child(pid, lambda status, local_rank=local_rank: self._exited(local_rank, status))  # type: ignore[misc]
@@ -312,6 +348,7 @@ class AttemptRunner:
         self._draining.add(local_rank)
         pid = self._group.alive.get(local_rank, 0)
         self.links.ended(pid)
+        self._hangs.gone(local_rank)
         self._remains.ended(local_rank, pid)
         self._output.worker_ended(local_rank, lambda: self._drained(local_rank))
         self._feed(group.Exited(local_rank, status))
@@ -327,6 +364,9 @@ class AttemptRunner:
         self._feed(group.SweptAlone((local_rank,)))
 
     def _said(self, local_rank: int, message: link.FromWorker) -> None:
+        self._hangs.heard(local_rank, message, self._reactor.now_s())
+        if isinstance(message, link.Returned):
+            self._hangs.gone(local_rank)
         self._feed(group.Said(local_rank, message))
 
     def _unlinked(self, local_rank: int) -> None:

@@ -18,9 +18,15 @@ from hyperpodrun.agent.policy import job as policy
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.wire.rungs import Asked
 from hyperpodrun.agent.workers import evidence, report, stacks
 from hyperpodrun.agent.workers.group import Back, End, Over
 from hyperpodrun.agent.workers.output import Output, StreamName
+
+
+def _as_victim(rank: report.FailedRank) -> report.FailedRank:
+    return msgspec.structs.replace(rank, evidence=msgspec.structs.replace(rank.evidence, victim=True))
+
 
 _STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 _RAISED = 1 << 8
@@ -38,6 +44,8 @@ class Verdict(msgspec.Struct, frozen=True):
     final: bool = False
     headline: str = ""
     local_rank: int = -1
+    rung: Asked = ""
+    """The least rung that the rank asked for."""
 
 
 class FailureDesk:
@@ -168,6 +176,11 @@ class FailureDesk:
 
     def _blame(self, ends: Sequence[End], in_place: bool) -> Verdict:
         failed = [self._failed_rank(end) for end in ends]
+        if len(hung := [rank for rank in failed if rank.end.hung]) > 1:
+            # All are still: whoever waits for others in a collective is a victim of one that does not.
+            waits = {rank.end.local_rank: stacks.waits_for_others(rank.tail.stderr) for rank in hung}
+            if False in waits.values() and True in waits.values():
+                failed = [_as_victim(rank) if waits.get(rank.end.local_rank) else rank for rank in failed]
         told = {rank.end.local_rank: rank.evidence for rank in failed}
         culprit = blame.root_cause([rank.end for rank in failed], told)
         root = next(rank for rank in failed if rank.end is culprit)
@@ -184,6 +197,7 @@ class FailureDesk:
             "\n".join(failed.tail.stderr),
             headline=report.headline(failed, self._about("")),
             local_rank=failed.end.local_rank,
+            rung=failed.rung,
         )
 
     def tell_unkillable(self, left: tuple[str, ...]) -> None:
@@ -200,7 +214,9 @@ class FailureDesk:
             self._reason = effect.reason
             return
         what = f"in place (generation {effect.generation}, {kept} processes kept)" if effect.in_place else "all ranks"
-        step = f"restarting {what}, {effect.left} of {self._config.max_restarts} restarts left"
+        step = f"restarting {what}"
+        if effect.left is not None:
+            step += f", {effect.left} of {self._config.max_restarts} restarts left"
         if effect.free:
             step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
         self._tell(step)
@@ -259,6 +275,7 @@ class FailureDesk:
                 evidence=evidence.of_fault(fault.text, fault.headline) if fault is not None else blame.NO_EVIDENCE,
                 tail=self._output.tail(local_rank),
                 log_files=files,
+                rung=end.rung,
             )
         # A process that SIGKILL did not end has no status yet; SIGKILL is what it will end of.
         status = signal.SIGKILL if end.status is None else end.status

@@ -189,8 +189,8 @@ class ClusterJob:
                 return self._script_ended(code)
             case job.AttemptOver() if self.state in (State.TRAINING, State.PARKED):
                 return self._attempt_over(event)
-            case job.AttemptBack(code) if self.state is State.TRAINING:
-                return self._attempt_back(code)
+            case job.AttemptBack() if self.state is State.TRAINING:
+                return self._attempt_back(event)
             case job.StopSignal(number, at_once):
                 return self._stop_signal(number, at_once, now_s)
         return []
@@ -236,11 +236,11 @@ class ClusterJob:
         self._ending = True
         return [job.StopAttempt(kill)]
 
-    def _attempt_back(self, code: int) -> list[Effect]:
+    def _attempt_back(self, event: job.AttemptBack) -> list[Effect]:
         if self._ending or self.stopped_by is not None or self._over is not None:
             return []  # they are being ended: AttemptOver follows
         self.state = State.PARKED
-        told = self._tell_failed(code, "the workers failed", symptoms=Symptoms(in_place=True)) if code else []
+        told = self._tell_failed(event.code, "the workers failed", symptoms=event.symptoms) if event.code else []
         return told + (self._tell_parked() if self._stop_asked is not None else [])
 
     def _tell_parked(self) -> list[Effect]:
@@ -270,7 +270,7 @@ class ClusterJob:
             self.state = State.DONE
             self._finished = True
             return [TellFinished(self.generation)]
-        told = self._tell_failed(event.code, "the workers failed", symptoms=Symptoms(final=event.final)) if event.code else []
+        told = self._tell_failed(event.code, "the workers failed", symptoms=event.symptoms) if event.code else []
         return told + self._idle(State.BROKEN)
 
     def _idle(self, state: State) -> list[Effect]:

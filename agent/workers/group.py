@@ -65,6 +65,7 @@ class End(msgspec.Struct, frozen=True):
     """It was stopped because it would not end by itself."""
     fault: link.Fault | None = None
     why: str = ""
+    rung: link.Rung = ""
 
     @property
     def failed(self) -> bool:
@@ -437,7 +438,10 @@ class WorkerGroup:
     def _fault(self, local_rank: int, message: link.FromWorker, now_s: float) -> End:
         fault = message if isinstance(message, link.Fault) else None
         why = message.reason if isinstance(message, link.Unfit) else ""
-        end = End(local_rank, self.alive[local_rank], None, now_s, fault=fault, why=why)
+        rung = message.rung if isinstance(message, link.Fault | link.Unfit) else ""
+        if not (fault or why):
+            why = "it left its function without a word"
+        end = End(local_rank, self.alive[local_rank], None, now_s, fault=fault, why=why, rung=rung)
         return self.failures.setdefault(local_rank, end)
 
     def _reenter(self, now_s: float) -> list[Effect]:

@@ -13,8 +13,9 @@ Pure but for reading /proc, whose root is given in tests. Sources: proc(5), sign
 """
 
 import os
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -22,6 +23,9 @@ from hyperpodrun.agent.wire import launch
 
 DUMP_SIGNAL = signal.SIGRTMAX - launch.STACK_DUMP_SIGNAL_OFFSET
 THREAD_LINES = 24
+# faulthandler.c, which lists the main thread last: dump_traceback, _Py_DumpTracebackThreads
+_THREAD_HEAD = re.compile(r"(?:Thread|Current thread) 0x[0-9a-f]+.* \(most recent call first\):")
+_FRAME = re.compile(r'  File ".*", line \d+ in ')
 
 _STATES = {
     "R": "running",
@@ -75,6 +79,15 @@ def plan(pid: int, env: Mapping[str, str], proc: str = "/proc") -> DumpPlan:
         command = (py_spy, "dump", "--nonblocking", "--pid", str(pid))
         return DumpPlan(pid, command=command, facts=facts)
     return DumpPlan(pid, facts=facts)
+
+
+def waits_for_others(lines: Sequence[str]) -> bool | None:
+    """Does the last stack dump in a rank's stderr show its main thread in a call of torch.distributed? None: there is no dump."""
+    heads = [at for at, line in enumerate(lines) if _THREAD_HEAD.search(line)]
+    if not heads:
+        return None
+    frames = [line for line in lines[heads[-1] + 1 :] if _FRAME.search(line)]
+    return any("/torch/distributed/" in line or "/hyperpodrun/rootless/" in line for line in frames)
 
 
 def catches(pid: int, number: int, proc: str = "/proc") -> bool:
