@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hyperpodrun.agent import family
+from hyperpodrun.agent import family, returned
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
@@ -129,8 +129,9 @@ class Agent:
         try:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
-            if config.rootless:
-                self.store = Store(self.reactor, self.output.say, self.send_to_node if config.mesh else None, config.master_port)
+            if config.rootless or (config.mesh and config.inprocess_restart):
+                port = config.master_port if config.rootless else None
+                self.store = Store(self.reactor, self.output.say, self.send_to_node if config.mesh else None, port)
             if config.mesh is not None:
                 self.join_mesh()
         except (OSError, ValueError) as error:
@@ -212,7 +213,7 @@ class Agent:
         """Start all ranks, or those that are missing; this node is the world."""
         config = self.config
         try:
-            port = config.master_port or (0 if self.store else rendezvous.choose_port(frozenset(self.ports)))
+            port = config.master_port or (0 if config.rootless else rendezvous.choose_port(frozenset(self.ports)))
         except OSError as error:
             self.output.say(str(error))
             self.advance(policy.AttemptOver(exit_codes.CONFIG, final=True))
@@ -246,7 +247,7 @@ class Agent:
         if self.store is not None:
             slot = self.mesh.slot if self.mesh else ""
             self.store.open(world.generation, slot, world.nodes or (slot,))
-        address = self.store.address if self.store else None
+        address = self.store.address if self.store and self.config.rootless else None
         if in_place:
             self.attempt.go_on(world, address)
         else:
@@ -275,8 +276,9 @@ class Agent:
 
     def attempt_over(self, verdict: Verdict) -> None:
         """Nothing of the attempt is left."""
-        self.end_store("its ranks have ended")
-        if self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
+        if verdict.code or self.mesh is None:  # where all went well, other nodes may still need the keys that are here
+            self.end_store("its ranks have ended")
+        if self.config.rootless and self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
             self.output.say(PORT_OF_THE_STORE)
         port_taken = self.port_taken(verdict.text)
         self.pass_on(verdict, policy.AttemptOver(verdict.code, port_taken, verdict.final, self.symptoms(verdict)))
@@ -295,13 +297,16 @@ class Agent:
 
     def all_returned(self) -> None:
         """The wrapped function has returned on all ranks here: they wait for the ranks elsewhere."""
-        if self.mesh is None:
+        world, space = self.attempt.world, self.store.space if self.store is not None else None
+        if world is None or self.mesh is None:
             self.attempt.release()
+        elif space is not None:
+            returned.arrive(space, len(world.nodes), self.attempt.release)
 
     def port_taken(self, text: str) -> bool:
         """Do a rank's last words say that another program took the port that was chosen for its store?"""
         world = self.attempt.world
-        chosen = world is not None and self.store is None and self.config.master_port is None
+        chosen = world is not None and not self.config.rootless and self.config.master_port is None
         return chosen and world is not None and rendezvous.names_taken_port(text, world.master_port)
 
     # --- the mesh

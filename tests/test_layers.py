@@ -32,6 +32,7 @@ AGENT_LAYERS = {
     "failure": 6,
     "attempt": 7,
     "remains": 5,
+    "returned": 5,
     "worker_links": 6,
     "mesh_slots": 1,
     "vote_file": 1,
