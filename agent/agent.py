@@ -290,7 +290,7 @@ class Agent:
     def pass_on(self, verdict: Verdict, event: policy.AttemptOver | policy.AttemptBack) -> None:
         """The job core says what follows."""
         if self.mesh is not None:
-            self.desk.tell_here()
+            self.desk.tell_here(self.attempt.kept)
             self.first_failure.over(verdict, lambda: self.advance(event))
         else:
             self.advance(event)

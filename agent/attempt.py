@@ -130,7 +130,7 @@ class AttemptRunner:
     @property
     def kept(self) -> int:
         """How many processes wait at the barrier."""
-        return len(self._group.recall.parked)
+        return len(self._group.recall.parked) if self._group.state is group.State.BACK else 0
 
     def stop(self, kill: bool) -> None:
         """End the attempt, with the grace or at once."""

@@ -110,9 +110,14 @@ class FailureDesk:
         """The whole report about this rank, for another node's console."""
         return report.render(self._failed_rank(end), [], self._about("the nodes decide what follows"))
 
-    def tell_here(self) -> None:
-        """Tell what failed on this node; what follows is decided elsewhere."""
-        self._tell("the nodes decide what follows")
+    def tell_here(self, kept: int = 0) -> None:
+        """Tell what failed on this node; what follows is decided elsewhere. `kept`: processes that wait at the restart barrier."""
+        if self._in_place and self._pending and self._pending[0].evidence.victim:
+            root, others = self._pending
+            ranks = ", ".join(str(rank.end.rank) for rank in sorted((root, *others), key=lambda rank: rank.end.rank))
+            self._pending = None
+            self._output.say(f"rank {ranks} lost its peer and left its function; {kept} processes wait at the restart barrier")
+        self._tell(f"{kept} processes wait at the restart barrier" if kept else "the nodes decide what follows")
 
     def dump_stacks(self, pids: dict[int, int], why: str) -> None:
         """Print where these ranks (local rank -> pid) are."""

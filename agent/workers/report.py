@@ -176,7 +176,7 @@ def render_short(root: FailedRank, victims: int, about: Circumstances) -> str:
     traceback = _traceback(root)
     if traceback:
         lines += _indent(_lines(traceback, TRACEBACK_LINES)[-SHORT_LINES:])
-    elif not root.end.left and not root.end.hung:
+    elif not root.end.left and not root.end.hung and any(line.strip() for line in root.tail.stderr):
         lines += _last_output(root, beside_traceback=False)[-SHORT_LINES:]
     if victims:
         lines.append(f"{victims} other ranks failed with it" if victims > 1 else "another rank failed with it")
