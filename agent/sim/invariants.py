@@ -18,10 +18,10 @@ from hyperpodrun.agent.sim import oracle
 from hyperpodrun.agent.wire.mesh import ZERO, AcceptedMsg, Ballot, Promise, Source, View, Vote
 
 if TYPE_CHECKING:
-    from hyperpodrun.agent.sim.world import Host, World
+    from hyperpodrun.agent.sim.hosts import Generation, Host
+    from hyperpodrun.agent.sim.world import World
 
 Place = tuple[str, int, int]
-World_ = tuple[str, int]
 
 
 class Violation(AssertionError):
@@ -39,10 +39,10 @@ class Invariants:
         self._accepted: dict[str, set[str]] = {}
         self._acceptors: dict[str, set[Source]] = {}
         self._votes: dict[tuple[Source, str], Ballot] = {}
-        self._order: dict[World_, tuple[str, ...]] = {}
-        self._born: dict[World_, int] = {}
-        self._made: dict[World_, str] = {}
-        self._started: dict[World_, str] = {}
+        self._order: dict[Generation, tuple[str, ...]] = {}
+        self._born: dict[Generation, int] = {}
+        self._made: dict[Generation, str] = {}
+        self._started: dict[Generation, str] = {}
 
     def persisted(self, host: Host, vote: Vote | None) -> None:
         """A vote file was written."""
@@ -161,17 +161,17 @@ class Invariants:
             if counts.get(member.node, 0) < (8 * k + 9) // 10 and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
 
-    def started(self, world: World_) -> None:
+    def started(self, world: Generation) -> None:
         """Workers of a generation start somewhere: no generation ever means two worlds, not even of a lost view (A11)."""
         made = self._made[world]
         if self._started.setdefault(world, made) != made:
             raise Violation(f"I3 generation {world[1]} is used a second time")
         self.works_changed()
 
-    def works_changed(self, granted: World_ | None = None) -> None:
+    def works_changed(self, granted: Generation | None = None) -> None:
         """Workers started, or a permit was given (I3)."""
-        running: dict[World_, set[str]] = {}
-        permits: set[World_] = set()
+        running: dict[Generation, set[str]] = {}
+        permits: set[Generation] = set()
         for host in self._world.hosts.values():
             if host.works is not None and not host.frozen:
                 running.setdefault(host.works, set()).add(host.name)
