@@ -27,6 +27,7 @@ from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
 from hyperpodrun.agent.store import Store
 from hyperpodrun.agent.wire import exit_codes, names
+from hyperpodrun.agent.wire.rungs import Symptoms
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 from hyperpodrun.agent.workers.group import End
@@ -247,7 +248,8 @@ class Agent:
         """A rank failed, here first as far as is known: a word to the mesh."""
         free = self.port_taken(verdict.text) and self.port_retries < policy.MAX_PORT_RETRIES
         self.port_retries += free
-        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free))
+        symptoms = Symptoms(rank=verdict.local_rank, final=verdict.final)
+        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free, symptoms))
 
     def attempt_over(self, verdict: Verdict) -> None:
         """Nothing of the attempt is left."""
@@ -300,12 +302,12 @@ class Agent:
         match effect:
             case cluster.TellFailed(_, _, detail, free) if free:
                 self.mesh.notify(fx.RestartAsked(f"another program took the port of the store ({detail})"))
-            case cluster.TellFailed(generation, code, detail):
-                self.mesh.notify(fx.WorkersFailed(generation, code, detail))
+            case cluster.TellFailed(generation, code, detail, _, symptoms):
+                self.mesh.notify(fx.WorkersFailed(generation, code, detail, symptoms))
             case cluster.TellFinished(generation):
                 self.mesh.notify(fx.WorkersFinished(generation))
-            case cluster.TellGone(generation):
-                self.mesh.notify(fx.WorkersGone(generation))
+            case cluster.TellGone(generation, parked):
+                self.mesh.notify(fx.WorkersGone(generation, parked))
             case cluster.TellLeaving():
                 self.mesh.notify(fx.LeaveAsked())
 
@@ -327,11 +329,11 @@ class Agent:
         """The mesh says: start."""
         self.advance(cluster.StartHere(world))
 
-    def stop_here(self, generation: int, kill: bool) -> None:
-        """The mesh says: stop."""
+    def stop_here(self, generation: int, kill: bool, in_place: bool) -> None:
+        """The mesh says: stop. `in_place`: workers that can, go to the restart barrier instead."""
         self.end_store(self.mesh.view.reason if self.mesh and self.mesh.view else "this node is no longer part of it")
         self.first_failure.settle()
-        self.advance(cluster.StopHere(generation, kill))
+        self.advance(cluster.StopHere(generation, kill, in_place))
 
     def job_over(self, code: int, reason: str) -> None:
         """The mesh says: the job is over."""

@@ -26,13 +26,14 @@ from hyperpodrun.agent.workers.output import Output
 class Verdict(msgspec.Struct, frozen=True):
     """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
 
-    `headline` is the failure in a line, for other nodes.
+    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's.
     """
 
     code: int
     text: str = ""
     final: bool = False
     headline: str = ""
+    local_rank: int = -1
 
 
 class FailureDesk:
@@ -153,6 +154,7 @@ class FailureDesk:
             else exit_codes.from_wait_status(failed.end.status) or 1,
             "\n".join(failed.tail.stderr),
             headline=report.headline(failed, self._about("")),
+            local_rank=failed.end.local_rank,
         )
 
     def tell_unkillable(self, left: tuple[str, ...]) -> None:

@@ -26,6 +26,7 @@ import msgspec
 from hyperpodrun.agent.policy import job
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.wire.rungs import UNKNOWN, Symptoms
 
 
 class State(Enum):
@@ -50,10 +51,11 @@ class StartHere(msgspec.Struct, frozen=True):
 
 
 class StopHere(msgspec.Struct, frozen=True):
-    """End what runs of `generation` and before; `kill`: without the grace."""
+    """End what runs of `generation` and before; `kill`: without the grace. `in_place`: what can goes to the restart barrier."""
 
     generation: int
     kill: bool
+    in_place: bool = False
 
 
 class JobOver(msgspec.Struct, frozen=True):
@@ -75,6 +77,7 @@ class RankFailed(msgspec.Struct, frozen=True):
     code: int
     detail: str
     free: bool = False
+    symptoms: Symptoms = UNKNOWN
 
 
 Event = StartHere | StopHere | JobOver | RankFailed | job.Begin | job.ScriptEnded | job.AttemptOver | job.StopSignal
@@ -89,6 +92,7 @@ class TellFailed(msgspec.Struct, frozen=True):
     code: int
     detail: str
     free: bool = False
+    symptoms: Symptoms = UNKNOWN
 
 
 class TellFinished(msgspec.Struct, frozen=True):
@@ -98,9 +102,10 @@ class TellFinished(msgspec.Struct, frozen=True):
 
 
 class TellGone(msgspec.Struct, frozen=True):
-    """No worker of this generation or before runs here."""
+    """No worker of this generation or before runs here. `parked`: live ones wait at the restart barrier."""
 
     generation: int
+    parked: bool = False
 
 
 class TellLeaving(msgspec.Struct, frozen=True):
@@ -153,8 +158,8 @@ class ClusterJob:
             case JobOver():
                 self._over = event
                 return self._job_over()
-            case RankFailed(code, detail, free) if self.state is State.TRAINING:
-                return self._tell_failed(code, detail, free)
+            case RankFailed(code, detail, free, symptoms) if self.state is State.TRAINING:
+                return self._tell_failed(code, detail, free, symptoms)
             case job.ScriptEnded(code):
                 return self._script_ended(code)
             case job.AttemptOver() if self.state is State.TRAINING:
@@ -195,11 +200,11 @@ class ClusterJob:
     def _end_what_runs(self, kill: bool) -> list[Effect]:
         return [job.EndScript(kill)] if self.state in (State.PRE, State.POST) else [job.StopAttempt(kill)]
 
-    def _tell_failed(self, code: int, detail: str, free: bool = False) -> list[Effect]:
+    def _tell_failed(self, code: int, detail: str, free: bool = False, symptoms: Symptoms = UNKNOWN) -> list[Effect]:
         if self._told_failure or self._stop_asked is not None or self._over is not None or self.stopped_by is not None:
             return []
         self._told_failure = True
-        return [TellFailed(self.generation, code, detail, free)]
+        return [TellFailed(self.generation, code, detail, free, symptoms)]
 
     def _script_ended(self, code: int) -> list[Effect]:
         if self.state is State.POST:
@@ -217,7 +222,7 @@ class ClusterJob:
             self.state = State.DONE
             self._finished = True
             return [TellFinished(self.generation)]
-        told = self._tell_failed(event.code, "the workers failed") if event.code else []
+        told = self._tell_failed(event.code, "the workers failed", symptoms=Symptoms(final=event.final)) if event.code else []
         return told + self._idle(State.BROKEN)
 
     def _idle(self, state: State) -> list[Effect]:

@@ -38,6 +38,10 @@ class Host:
         self.disk: Vote | None = None
         self.works: Generation | None = None
         self.stopping = False
+        self.stays = False
+        """They were last asked to stop in place."""
+        self.parked = False
+        """Their processes wait at the restart barrier."""
         self.permit = False
         self.inbox: deque[tuple[Source, Message]] = deque()
         self.events: deque[Event] = deque()
@@ -63,7 +67,7 @@ class Host:
 
     def has_no_workers(self) -> None:
         """They are gone, and their permit with them."""
-        self.works, self.permit, self.stopping = None, False, False
+        self.works, self.permit, self.stopping, self.parked = None, False, False, False
 
     def agent_is_gone(self) -> None:
         """The process ended; the keeper took the workers with it."""

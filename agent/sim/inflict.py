@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hyperpodrun.agent.mesh.config import MS
 from hyperpodrun.agent.mesh.effects import CertifyDead, LeaveAsked, RestartAsked, WorkersFailed, WorkersFinished
 from hyperpodrun.agent.mesh.inbox import NEVER
-from hyperpodrun.agent.sim.faults import LEAVING_MS, Fault
+from hyperpodrun.agent.sim.faults import LEAVING_MS, SYMPTOMS, Fault
 from hyperpodrun.agent.sim.happenings import CALM, DRAIN, MEND, POWER, RETURN, START, THAW
 from hyperpodrun.agent.sim.hosts import Host
 
@@ -162,8 +162,11 @@ def calm(world: World, kind: str) -> None:
 def _fail(world: World, fault: Fault) -> None:
     for name in fault.nodes:
         host = world.hosts[name]
+        symptoms = SYMPTOMS[fault.value]
         if host.works is not None and not host.stopping:
-            world.tell(host, WorkersFailed(host.works[1], 1, "exit code 1"))
+            world.tell(host, WorkersFailed(host.works[1], 1, "exit code 1", symptoms))
+        elif host.node is not None and host.node.view is not None and (host.stopping or host.parked):
+            world.tell(host, WorkersFailed(host.node.view.generation, 1, "exit code 1 on the way", symptoms))
 
 
 def _finish(world: World, fault: Fault) -> None:

@@ -155,15 +155,21 @@ class Invariants:
         stay = {m.source for m in view.members}
         slots = {m.node: m for m in view.members}
         excused = node.reports.nodes("leaving") | node.reports.nodes("unready")
+        excused |= {f.node for f in view.faults if f.rung == "replace" and f.rank != -1 and f.generation == node.view.generation}
+        if view.mode != "closed" and any(report.symptoms.final for report in node.reports.of("failed")):
+            raise Violation(f"A5 view {view.number} tries again what cannot help")
         for member in node.view.members:
             if member.source in stay or member.source not in answered or member.node in excused:
                 continue
             if counts.get(member.node, 0) < (8 * k + 9) // 10 and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
 
-    def started(self, world: Generation) -> None:
-        """Workers of a generation start somewhere: no generation ever means two worlds, not even of a lost view (A11)."""
+    def started(self, world: Generation, in_place_on: str = "") -> None:
+        """Workers of a generation start somewhere: no generation ever means two worlds, not even of a lost view (A11).
+        `in_place_on`: there, in processes of an earlier one."""
         made = self._made[world]
+        if in_place_on and (self.views[made].restart != "inprocess" or in_place_on in self.views[made].fresh):
+            raise Violation(f"A8 {in_place_on} goes on with processes that were to be replaced")
         if self._started.setdefault(world, made) != made:
             raise Violation(f"I3 generation {world[1]} is used a second time")
         self.works_changed()

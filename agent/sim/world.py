@@ -36,6 +36,7 @@ from hyperpodrun.agent.mesh.effects import (
 )
 from hyperpodrun.agent.mesh.inbox import NEVER
 from hyperpodrun.agent.mesh.node import Node
+from hyperpodrun.agent.policy.escalation import decide
 from hyperpodrun.agent.sim.faults import Schedule
 from hyperpodrun.agent.sim.happenings import (
     CALM,
@@ -147,7 +148,7 @@ class World:
         me = Member(name, host.incarnation, group=group)
         host.starts += 1
         seed = self._misc.getrandbits(32)
-        host.node = Node(self.config, me, seed, host.clock(self.now), host.disk, first_start=host.starts == 1)
+        host.node = Node(self.config, me, seed, host.clock(self.now), host.disk, host.starts == 1, decide)
         self.say(name, "starts" if host.disk is None else "starts from its vote file")
         host.wake_ns = NEVER
         self.wake(host)
@@ -299,22 +300,25 @@ class World:
             case Adopt(view, digest, _):
                 self.say(host.name, f"view {view.number} generation {view.generation} {view.mode}: {view.reason}")
                 self.invariants.adopted(host, view, digest)
-            case StopWorkers(generation, kill, _):
-                if host.works is not None and host.works[1] <= generation:
-                    self.say(host.name, f"{'kills' if kill else 'stops'} workers of generation {generation}")
-                    host.stopping = True
+            case StopWorkers(generation, kill, _, in_place):
+                if host.parked or (host.works is not None and host.works[1] <= generation):
+                    how = "kills" if kill else "parks" if in_place else "stops"
+                    self.say(host.name, f"{how} workers of generation {generation}")
+                    host.stopping, host.stays = True, in_place
                     wait = self._misc.randrange(10, 200 if kill else 400) * MS
                     if not kill:
                         wait = max(wait, host.stuck_ns - self.now)
-                    self.push(self.now + wait, GONE, (host, host.life, generation))
+                    self.push(self.now + wait, GONE, (host, host.life, generation, in_place))
                 else:
                     self.push(self.now, EVENT, (host, host.life, WorkersGone(generation)))
             case StartWorkers(view, _):
                 if host.works is not None:
                     raise Violation(f"I3 {host.name} starts workers while others are there")
-                host.works, host.permit, host.stopping = (view.chain, view.generation), False, False
-                self.say(host.name, f"starts workers of generation {view.generation}")
-                self.invariants.started(host.works)
+                parked = host.parked
+                host.has_no_workers()
+                host.works = (view.chain, view.generation)
+                self.say(host.name, f"starts workers of generation {view.generation}{' in place' if parked else ''}")
+                self.invariants.started(host.works, host.name if parked else "")
             case Permit(chain, generation):
                 if host.works == (chain, generation):
                     host.permit = True
@@ -346,12 +350,13 @@ class World:
             outcome = Connected(to, "open" if target.node is not None else "refused")
             self.push(self.now + 2 * self.links.latency(), EVENT, (host, host.life, outcome))
 
-    def _on_gone(self, host: Host, life: int, generation: int) -> None:
-        if host.life != life:
+    def _on_gone(self, host: Host, life: int, generation: int, in_place: bool) -> None:
+        if host.life != life or host.stays != in_place:
             return
-        if host.works is not None and host.stopping:
+        if host.stopping:
             host.has_no_workers()
-        self.tell(host, WorkersGone(generation))
+            host.parked = in_place
+        self.tell(host, WorkersGone(generation, in_place))
 
     def _on_exit(self, host: Host, life: int) -> None:
         if host.life == life and host.node is not None:

@@ -77,7 +77,6 @@ def _not_yet(effect: str) -> str:
 
 _INPROCESS = _not_yet("faults are answered by restarting processes")
 _ALONE = "this job has one node, so no other agent is contacted"
-_NOT_COUNTED = _not_yet("in a job of several nodes lost nodes are not counted")
 _HEALTH = _not_yet("nothing watches the GPUs during the run")
 _SERVER = _not_yet("no HTTP server is started")
 
@@ -164,11 +163,11 @@ OPTIONS: tuple[Option, ...] = (
         help="Restarts of the job before it is given up.",
     ),
     Option(
-        name="restart-window", origin="own", group=RESTARTS, kind=kinds.seconds(), default="3600", note_several=_NOT_COUNTED,
+        name="restart-window", origin="own", group=RESTARTS, kind=kinds.seconds(), default="3600",
         help="Time over which node failures are counted for --max-node-failures.",
     ),
     Option(
-        name="max-node-failures", origin="own", group=RESTARTS, kind=kinds.whole(0), unset="unlimited", note_several=_NOT_COUNTED,
+        name="max-node-failures", origin="own", group=RESTARTS, kind=kinds.whole(0), unset="unlimited",
         help="Node failures within the restart window before the job is given up.",
     ),
     Option(

@@ -60,6 +60,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         nproc_per_node=workers,
         role=settings.get("role", str),
         max_restarts=settings.get("max-restarts", int),
+        max_restarts_given="max-restarts" in settings.given,
         restart_window_s=settings.get("restart-window", float),
         max_node_failures=settings.find("max-node-failures", int),
         start_method=start_method,
