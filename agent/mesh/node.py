@@ -47,7 +47,6 @@ from hyperpodrun.agent.mesh.quorum import is_genesis_quorum, is_quorum, is_recov
 from hyperpodrun.agent.mesh.reports import Reports
 from hyperpodrun.agent.mesh.rings import Rings, rings
 from hyperpodrun.agent.mesh.view import brief_of, digest_of
-from hyperpodrun.agent.mesh.voice import DIRECT
 from hyperpodrun.agent.mesh.works import Works
 from hyperpodrun.agent.wire.mesh import (
     NOWHERE,
@@ -206,8 +205,7 @@ class Node:
                 effects += self._round(now)
             if (due := self.detector.loud_due()) is not None and now >= due:
                 effects += self.detector.loud(now, Probe(self.here))
-            if now >= self.lease.beat_due_ns:
-                effects += self.lease.beats(now, convening.order_of_trust(self)[:DIRECT], self.here, self.agreement.open)
+            effects += standing.lease(self, now)
             if now >= self.repeat_ns:
                 self.repeat_ns = now + self.repeat_gap_ns
                 self.repeat_gap_ns = min(2 * self.repeat_gap_ns, 5 * self.config.beat_ns)
@@ -282,7 +280,7 @@ class Node:
                 dues.append(self.bootstrap.due_ns)
         else:
             dues += (
-                self.heartbeat_ns, self.detector.loud_due(), self.lease.beat_due_ns, self.repeat_ns, self.barrier.due_ns,
+                self.heartbeat_ns, self.detector.loud_due(), self.lease.due_ns, self.repeat_ns, self.barrier.due_ns,
                 self.barrier.late_ns(), self.works.permit_due(), self.leave_by_ns,
             )  # fmt: skip
             if self.works.state == "running":

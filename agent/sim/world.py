@@ -349,6 +349,7 @@ class World:
                 self._push(self.now + 1 * S, 7, (host, host.life))
             case Lease(until_ns):
                 host.lease_ns = until_ns
+                self.invariants.leased(host, until_ns)
 
     def _check_choice(self, host: Host, node: Node, message: Accept) -> None:
         key = (host.name, message.parent, message.ballot)
