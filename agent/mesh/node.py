@@ -48,7 +48,6 @@ from hyperpodrun.agent.mesh.reports import Reports
 from hyperpodrun.agent.mesh.rings import Rings, rings
 from hyperpodrun.agent.mesh.succession import plain
 from hyperpodrun.agent.mesh.view import brief_of, digest_of
-from hyperpodrun.agent.mesh.voice import DIRECT
 from hyperpodrun.agent.mesh.works import Works
 from hyperpodrun.agent.wire.mesh import (
     NOWHERE,
@@ -217,8 +216,7 @@ class Node:
                 effects += self._round(now)
             if (due := self.detector.loud_due()) is not None and now >= due:
                 effects += self.detector.loud(now, Probe(self.here))
-            if now >= self.lease.beat_due_ns:
-                effects += self.lease.beats(now, convening.order_of_trust(self)[:DIRECT], self.here, self.agreement.open)
+            effects += standing.lease(self, now)
             if now >= self.repeat_ns:
                 self.repeat_ns = now + self.repeat_gap_ns
                 self.repeat_gap_ns = min(2 * self.repeat_gap_ns, 5 * self.config.beat_ns)
@@ -293,7 +291,7 @@ class Node:
             joining = self.works.state == "none"
             dues = (self.agreement.due_ns(), self.convene_ns, self.bootstrap.due_ns if joining else None)
             return min([due for due in dues if due is not None], default=NEVER)
-        earliest = min(self.heartbeat_ns, self.lease.beat_due_ns, self.repeat_ns)
+        earliest = min(self.heartbeat_ns, self.lease.due_ns, self.repeat_ns)
         running = self.works.state == "running"
         for due in (
             self.convene_ns, self.agreement.due_ns(), self.detector.loud_due(), self.barrier.due_ns, self.barrier.late_ns(),

@@ -332,6 +332,7 @@ class World:
                 self.push(self.now + 1 * S, EXIT, (host, host.life))
             case Lease(until_ns):
                 host.lease_ns = until_ns
+                self.invariants.leased(host, until_ns)
 
     def _check_choice(self, host: Host, node: Node, message: Accept) -> None:
         key = (host.name, message.parent, message.ballot)
