@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from hyperpodrun.agent import mesh_words, orders, vote_file
+from hyperpodrun.agent import mesh_links, mesh_words, orders, vote_file
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.mesh import effects as fx
 from hyperpodrun.agent.mesh.config import MeshConfig as CoreConfig
@@ -35,6 +35,8 @@ SAME_DEADLINE_S = 50e-6
 """Two clocks read one after the other differ by so much."""
 LOOKING_S = 1.0
 """Without a view for so long, people are told for whom this node waits."""
+DIAL_S = 2.0
+"""So long some of many contact points are tried before it is the turn of others."""
 NO_MAJORITY_S = 1.0
 ORDERS_S = 0.5
 CONFLICT_S = 1.0
@@ -91,6 +93,7 @@ class MeshDriver:
         self._bind_until_s = reactor.now_s() + (BIND_LIMIT_S if bind_again else 0.0)
         self._timer: Timer | None = None
         self._join_timer: Timer | None = None
+        self._dial_timer: Timer | None = None
         self._silent_timer: Timer | None = None
         self._silent: frozenset[str] = frozenset()
         self._others_done_in = -1
@@ -203,6 +206,7 @@ class MeshDriver:
             self._received,
             self._lost,
             self._on_store,
+            self._found,
         )
         self.slot, self._votes, self._network = place.slot, votes, network
         self._worlds = Worlds(place.slot, network.host, config.master_port)
@@ -245,8 +249,20 @@ class MeshDriver:
         )
 
     def _dial(self) -> None:
-        if self._network is not None:
+        """Look for the others at contact points, until there is a view."""
+        if self._dial_timer:
+            self._dial_timer.cancel()
+            self._dial_timer = None
+        if self._network is not None and self.view is None and not self._closing:
             self._network.dial()
+            self._dial_timer = self._reactor.call_later(DIAL_S, self._dial)
+
+    def _found(self, who: str) -> None:
+        """Somebody lives at a contact point. Of an open roster the core knows only the first one by name: introduce it to the rest."""
+        node = self._node
+        joining = node is not None and node.view is None and node.works.state == "none"
+        if node is not None and joining and who not in node.bootstrap.slots():
+            self._send(who, Hello(NOWHERE, node.me(), settled=False))
 
     def _never_met(self) -> None:
         if self.view is not None or self._closing:
@@ -365,7 +381,7 @@ class MeshDriver:
         if self._join_timer:
             self._join_timer.cancel()
         worlds.adopt(view)
-        network.link(view.members)
+        network.settle(view.members, mesh_links.near(self.slot, view, node.rings, node.order))
         slots = {*node.bootstrap.slots(), self.slot}
         line = mesh_words.adopted(view, self._view, self.slot, self._config.min_nodes, self._config.max_restarts, slots)
         self._view, self._view_at = view, time.time()
@@ -382,6 +398,7 @@ class MeshDriver:
             if self._view is not None and not node.ended:
                 self._view = None
                 self._say(mesh_words.dropped())
+                self._dial()
                 self._join_timer = self._reactor.call_later(self._mesh.join_timeout_s, self._never_met)
             return
         if view.generation != self._others_done_in and node.reports.nodes("finished") - {self.slot}:
@@ -424,7 +441,7 @@ class MeshDriver:
             self._send(neighbour, Ack(self._node.brief()))
 
     def _close_now(self, then: Callable[[], None]) -> None:
-        for timer in (self._timer, self._join_timer, self._silent_timer):
+        for timer in (self._timer, self._join_timer, self._dial_timer, self._silent_timer):
             if timer:
                 timer.cancel()
         if self._votes is not None:

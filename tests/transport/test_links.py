@@ -122,6 +122,44 @@ def test_forgetting_a_peer_is_no_loss(net):
     net.until(lambda: b.got)
 
 
+def test_a_first_message_makes_its_connection_and_waits_for_it(net, free_ports):
+    """To a contact point nobody looks for, and to a node that is only known by its address."""
+    a, b, c = net.agent("a"), net.agent("b"), net.agent("c")
+    a.net.send(b.place, b"whoever you are")
+    a.net.learn("c", [c.place])
+    a.net.send("c", b"you")
+    net.until(lambda: b.got and c.got)
+    assert (b.got, c.got) == ([(a.identity, b"whoever you are")], [(a.identity, b"you")])
+    assert a.found == [(b.place, b.identity)]
+
+
+def test_only_connections_that_are_wanted_or_used_stay(net, monkeypatch):
+    monkeypatch.setattr("hyperpodrun.agent.transport.transport.IDLE_S", 0.2)
+    monkeypatch.setattr("hyperpodrun.agent.transport.transport.SWEEP_S", 0.05)
+    a = net.agent("a")
+    kept, contact, released, used, idle, asked = others = [net.agent(name) for name in ("k", "c", "r", "u", "i", "f")]
+    a.net.connect("k", [kept.place])
+    a.net.connect("r", [released.place])
+    a.net.find(contact.place)
+    a.net.find(asked.place)
+    for other in (used, idle):
+        a.net.learn(other.identity.node, [other.place])
+        a.net.send(other.identity.node, b"once")
+    net.until(lambda: all(a.net.is_up(other.identity.node) for other in others))
+    a.net.release("r")
+    a.net.forget(asked.place)
+
+    def peers() -> set[str]:
+        a.net.send("u", b"again")
+        return {peer.peer for peer in a.net.peers()}
+
+    net.until(lambda: peers() == {"k", "c", "u"})
+    assert not a.lost, "what was closed here is no loss"
+    for other in (released, idle, asked):
+        a.net.send(other.identity.node, b"later")
+    net.until(lambda: all((a.identity, b"later") in other.got for other in (released, idle, asked)))
+
+
 def test_a_name_that_does_not_resolve_is_said_once_and_asked_again(net, monkeypatch):
     asked = []
     real = socket.getaddrinfo
