@@ -3,6 +3,8 @@
 import signal
 import socket
 
+import pytest
+
 from hyperpodrun.agent.transport import resolver
 from hyperpodrun.agent.transport.addresses import Address
 from hyperpodrun.agent.transport.frames import Identity
@@ -244,6 +246,39 @@ def test_a_peer_that_stands_still_is_noticed_and_found_again(net):
     assert outcomes == ["accepted"], "the kernel answers for it, so it is not gone"
     b.signal(signal.SIGCONT)
     net.until(lambda: a.net.is_up("b"))
+
+
+@pytest.mark.parametrize("secret", [None, "s" * 32], ids=["plain", "encrypted"])
+def test_a_peer_that_stands_still_has_timed_out_and_refused_nothing(net, secret):
+    quick = Settings(heartbeat_ms=100, heartbeat_timeout_ms=300, handshake_ms=400)
+    a = net.agent("a", settings=quick, secret=secret.encode() if secret else None)
+    b = net.process("b", *([f"secret={secret}"] if secret else []))
+    a.net.connect("b", [b.place])
+    net.until(lambda: a.net.is_up("b"))
+    b.signal(signal.SIGSTOP)
+    net.until(lambda: a.said)
+    attempts = a.count("attempts")
+    net.until(lambda: a.count("attempts") >= attempts + 6, "tried again, as often as any peer that is away")
+    assert len(a.said) == 1 and "timed out" in a.said[0] and "refused" not in a.said[0], a.said
+    assert str(b.place) in a.said[0] and a.count("turned_away") == 0
+    b.signal(signal.SIGCONT)
+    net.until(lambda: a.net.is_up("b"))
+
+
+def test_a_peer_that_stands_still_for_2_s_is_not_lost(net):
+    """M3, with the settings of real jobs: in both directions, and for whoever stood still himself."""
+    a, b = net.agent("a"), net.process("b")
+    a.net.connect("b", [b.place])
+    a.net.send("b", b"so that b has a connection to a")
+    net.until(lambda: a.got)
+    reached = a.count("attempts")
+    b.signal(signal.SIGSTOP)
+    until_s = net.reactor.now_s() + 2.0
+    net.until(lambda: net.reactor.now_s() >= until_s)
+    b.signal(signal.SIGCONT)
+    a.net.send("b", b"again")
+    net.until(lambda: len(a.got) == 2)
+    assert not a.lost and a.count("attempts") == reached and not a.said
 
 
 def test_many_agents_in_any_order(net, free_ports):
