@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from hyperpodrun.agent import mesh_links, mesh_words, orders, vote_file
+from hyperpodrun.agent import mesh_links, mesh_terms, mesh_words, orders, vote_file
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.mesh import effects as fx
 from hyperpodrun.agent.mesh.config import MeshConfig as CoreConfig
@@ -194,12 +194,14 @@ class MeshDriver:
         votes = vote_file.VoteFile(vote_path, self._say)
         vote = votes.read()
         incarnation = vote.incarnation if vote else int.from_bytes(os.urandom(8)) >> 1
+        core = self._core_config(place)
         network = MeshNetwork(
             self._reactor,
             config,
             mesh,
             self._start,
             place,
+            mesh_terms.of_job(core, mesh.failure_detector),
             incarnation,
             self._say,
             self._environ,
@@ -217,9 +219,7 @@ class MeshDriver:
             wish=config.node_rank,
             addresses=network.addresses,
         )
-        self._node = Node(
-            self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote, first_start=self._first_start
-        )
+        self._node = Node(core, me, int.from_bytes(os.urandom(8)), self._now(), vote, first_start=self._first_start)
         if self._node.view is not None:  # the vote file's: this agent, or the one before it, died
             self._view = self._node.view
             self._adopt(self._view)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
-from hyperpodrun.agent import mesh_slots
+from hyperpodrun.agent import mesh_slots, mesh_terms
 from hyperpodrun.agent.config import JobConfig, MeshConfig
 from hyperpodrun.agent.mesh_start import MeshStart, Place
+from hyperpodrun.agent.mesh_terms import Terms
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.transport.addresses import Address, parse_address
 from hyperpodrun.agent.transport.frames import Identity, job_label
@@ -61,6 +62,7 @@ class MeshNetwork:
         mesh: MeshConfig,
         start: MeshStart,
         place: Place,
+        terms: Terms,
         incarnation: int,
         say: Callable[[str], None],
         environ: Mapping[str, str],
@@ -91,6 +93,8 @@ class MeshNetwork:
             on_message=self._received,
             on_lost=lambda who: on_lost(who.node),
             on_found=self._found,
+            admit=lambda who, greeting: mesh_terms.refusal(place.slot, terms, who.node, greeting),
+            greeting=mesh_terms.encode(terms),
             say=say,
             bind_hosts=own,
             advertise=own,

@@ -37,6 +37,7 @@ AGENT_LAYERS = {
     "mesh_words": 2,
     "mesh_worlds": 4,
     "mesh_links": 4,
+    "mesh_terms": 4,
     "mesh_start": 5,
     "mesh_network": 6,
     "mesh_farewell": 4,

@@ -345,7 +345,9 @@ class Transport:
         if hello.want not in ("", me.node):
             return Refused("wanted", me.node)
         if reason := self._admit(Identity(hello.node, hello.incarnation), hello.greeting):
-            self._complaints.about(f"admit {host} {hello.node}", f"node {hello.node!r} at {host} was refused: {reason}")
+            # Where it listens, as far as is known: if it has refused us as well, one line is enough.
+            place = Address(host, hello.port)
+            self._complaints.about(f"unfit {place}", f"node {hello.node!r} at {host} was refused: {reason}")
             return Refused("unfit", reason[:1000])
         self._heard_from(hello, host)
         return Welcome(me.node, me.incarnation, self._around.session)
