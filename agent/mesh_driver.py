@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from hyperpodrun.agent import mesh_links, mesh_terms, mesh_words, orders, vote_file
+from hyperpodrun.agent import mesh_links, mesh_terms, mesh_words, vote_file
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.mesh import effects as fx
 from hyperpodrun.agent.mesh.config import MeshConfig as CoreConfig
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.mesh_farewell import Farewell
 from hyperpodrun.agent.mesh_network import REPORT_BYTES, Envelope, MeshNetwork, slot_of
+from hyperpodrun.agent.mesh_quorum_loss import QuorumLoss
 from hyperpodrun.agent.mesh_start import MeshStart, Place
 from hyperpodrun.agent.mesh_worlds import Worlds
 from hyperpodrun.agent.policy.world import World
@@ -37,8 +38,6 @@ LOOKING_S = 1.0
 """Without a view for so long, people are told for whom this node waits."""
 DIAL_S = 2.0
 """So long some of many contact points are tried before it is the turn of others."""
-NO_MAJORITY_S = 1.0
-ORDERS_S = 0.5
 CONFLICT_S = 1.0
 SPEED = {"fast": (150, 3), "default": (250, 3), "lax": (500, 6)}
 """--failure-detector: (heartbeat in ms, heartbeats that may be missed)."""
@@ -85,17 +84,17 @@ class MeshDriver:
         self._environ = environ
         self._hold_until = hold_until
         self._first_start = not remembered_port  # an agent before this one may have been in a world that goes on
-        self._run_dir = run_dir
         self._on_store = on_store
         self._start = MeshStart(reactor, config.mesh, remembered_port, watch_child, say, environ, self._placed, self._dial)
+        self._quorum_loss = QuorumLoss(
+            reactor, config.mesh.quorum_loss_s, run_dir, say, lambda slot: self.notify(fx.CertifyDead(slot))
+        )
         self._farewell = Farewell(reactor, self._neighbours, self._tell_end)
         bind_again = remembered_port or not config.mesh.port_given
         self._bind_until_s = reactor.now_s() + (BIND_LIMIT_S if bind_again else 0.0)
         self._timer: Timer | None = None
         self._join_timer: Timer | None = None
         self._dial_timer: Timer | None = None
-        self._silent_timer: Timer | None = None
-        self._silent: frozenset[str] = frozenset()
         self._others_done_in = -1
         self._node: Node | None = None
         self._network: MeshNetwork | None = None
@@ -284,6 +283,7 @@ class MeshDriver:
         node = self._node
         if node is None or self._worlds is None:
             return
+        self._quorum_loss.heard(who)
         message = envelope.message
         if message is None:
             self._say(f"{who} reports: {envelope.report}")
@@ -404,29 +404,7 @@ class MeshDriver:
         if view.generation != self._others_done_in and node.reports.nodes("finished") - {self.slot}:
             self._others_done_in = view.generation
             self._listener.others_done(view.generation)
-        if view.mode == "closed" or not node.waits_for():
-            if self._silent:
-                self._say("a majority of the nodes answers again")
-            if self._silent_timer:
-                self._silent_timer.cancel()
-            self._silent, self._silent_timer = frozenset(), None
-        elif not self._silent and self._silent_timer is None:
-            self._silent_timer = self._reactor.call_later(NO_MAJORITY_S, self._tell_silent)
-
-    def _tell_silent(self) -> None:
-        self._silent_timer = None
-        node = self._node
-        if node is not None and node.view is not None and not self._closing:
-            self._silent = frozenset(node.waits_for())
-            self._silent_timer = self._reactor.call_later(ORDERS_S, self._take_orders)
-            self._say(mesh_words.no_majority(node.view, self._silent, node.config.lease_ns / 1e9))
-
-    def _take_orders(self) -> None:
-        """While this agent waits for lost nodes: does a person know more?"""
-        self._silent_timer = self._reactor.call_later(ORDERS_S, self._take_orders)
-        for node in orders.take(self._run_dir):
-            self._say(f"{node} was certified to be gone for good")
-            self.notify(fx.CertifyDead(node))
+        self._quorum_loss.look(node)
 
     # --- the end
 
@@ -441,7 +419,8 @@ class MeshDriver:
             self._send(neighbour, Ack(self._node.brief()))
 
     def _close_now(self, then: Callable[[], None]) -> None:
-        for timer in (self._timer, self._join_timer, self._dial_timer, self._silent_timer):
+        self._quorum_loss.close()
+        for timer in (self._timer, self._join_timer, self._dial_timer):
             if timer:
                 timer.cancel()
         if self._votes is not None:

@@ -41,6 +41,7 @@ AGENT_LAYERS = {
     "mesh_start": 5,
     "mesh_network": 6,
     "mesh_farewell": 4,
+    "mesh_quorum_loss": 4,
     "mesh_driver": 7,
     "first_failure": 7,
     "agent": 8,

@@ -182,6 +182,23 @@ def test_lost_node_may_be_certified_dead(nodes, tmp_path: Path) -> None:
     runs[leaves].nothing_left()
 
 
+def test_one_of_three_goes_on_after_the_loss_of_two_when_it_was_told_to(nodes, tmp_path: Path) -> None:
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=1:3", "--on-quorum-loss=continue:2", script=WORK)
+    first, second, keeps = (int(side) for side in nodes.world(nodes.up(3, generation=0)))
+    assert all("UNSAFE: should most nodes fall silent" in run.err for run in runs), nodes.story()
+    for index in (first, second):
+        kill_node(runs[index])
+    (alone,) = nodes.up(1, world=1)
+    assert alone["side"] == str(keeps)
+    said = [line for line in runs[keeps].err.splitlines() if "UNSAFE: nothing was heard of" in line]
+    assert len(said) == 1 and nodes.name(first) in said[0] and nodes.name(second) in said[0], nodes.story()
+    finish(tmp_path)
+    assert runs[keeps].code() == 0, nodes.story()
+    for index in (first, second):
+        os.unlink(vote_path(nodes, index))
+
+
 def test_node_that_leaves_in_order_is_done_without(nodes, tmp_path: Path) -> None:
     nodes.contacts(0, 1)
     runs = nodes.start_all("--nnodes=1:2", "--nproc-per-node=2", script=WORK)
