@@ -1,5 +1,6 @@
 """Jobs of several nodes: real agents on this host, each on a port of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -528,3 +529,36 @@ def test_worlds_that_cost_no_restart_have_log_folders_of_their_own(nodes, tmp_pa
     assert nodes.codes() == [0, 0], nodes.story()
     logs = [(path.parts[-3], path.read_text()) for path in (tmp_path / "logs").rglob("stdout.log")]
     assert sorted(logs) == [("attempt_0", "world of 1\n"), ("attempt_0", "world of 2\n"), ("attempt_0_1", "world of 2\n")]
+
+
+def test_agent_killed_while_it_takes_leave_is_not_started_again(nodes, tmp_path: Path) -> None:
+    """An agent takes 50 ms or more to leave; when another one asks the others may be gone, and it would look for them for long."""
+    nodes.contacts(0, 1)
+    status = tmp_path / "status"
+    for index in nodes.listed:
+        nodes.start(index, "--nnodes=2", script=WORK, env={"HYPERPODRUN_STATUS_FILE": str(status)} if index == 0 else None)
+    nodes.up(2)
+    agent = nodes.runs[0].agent()
+    finish(tmp_path)
+    nodes.runs[0].until(lambda: json.loads(status.read_text())["state"] == "ended", "the end of the job at node 0")
+    os.kill(agent, signal.SIGKILL)
+    assert nodes.codes() == [0, 0], nodes.story()
+    assert "starts again" not in nodes.runs[0].err, nodes.story()
+    nodes.nothing_left()
+
+
+def test_agent_killed_after_the_job_was_over_runs_the_post_train_script_once_more_and_leaves(nodes, tmp_path: Path) -> None:
+    post = tmp_path / "post.sh"
+    post.write_text(
+        f'cd {tmp_path}\necho run >> "posts-$SIDE"\n[ "$SIDE" = 0 ] || [ $(wc -l < "posts-$SIDE") -ge 2 ] || sleep 600\n'
+    )
+    nodes.contacts(0, 1)
+    runs = nodes.start_all("--nnodes=2", f"--post-train-script={post}", script=WORK)
+    nodes.up(2)
+    finish(tmp_path)
+    runs[1].until(lambda: (tmp_path / "posts-1").exists(), "the post-train script")
+    assert runs[0].code() == 0, nodes.story()  # nobody is left who could tell that the job is over
+    os.kill(runs[1].agent(), signal.SIGKILL)
+    assert runs[1].code() == 0, nodes.story()
+    assert [len((tmp_path / f"posts-{side}").read_text().split()) for side in (0, 1)] == [1, 2]
+    nodes.nothing_left()
