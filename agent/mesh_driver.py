@@ -223,11 +223,18 @@ class MeshDriver:
             self._view = self._node.view
             self._adopt(self._view)
         self._listener.placed(place.port, vote_path)
+        self._reactor.call_later(LOOKING_S, lambda: vote_file.remove_old(vote_path, self._say))
+        self._keep_vote()
         self._dial()
         early, self._early = self._early, []
         for event in early:
             self.notify(event)
         self._tick()
+
+    def _keep_vote(self) -> None:
+        if self._votes is not None and not self._closing:
+            self._votes.renew()
+            self._reactor.call_later(vote_file.RENEW_S, self._keep_vote)
 
     def _core_config(self, place: Place) -> CoreConfig:
         config, mesh = self._config, self._mesh

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hyperpodrun.agent import vote_file
+
 pytestmark = pytest.mark.processes
 
 ENV = "MASTER_ADDR MASTER_PORT GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE HYPERPODRUN_RANK0_ADDR"
@@ -131,8 +133,6 @@ def test_lost_node_is_done_without_when_that_is_allowed(nodes, tmp_path: Path) -
 
 
 def vote_path(nodes: object, index: int) -> str:
-    from hyperpodrun.agent import vote_file
-
     return vote_file.path_for(nodes.job, nodes.name(index))
 
 
@@ -562,3 +562,22 @@ def test_agent_killed_after_the_job_was_over_runs_the_post_train_script_once_mor
     assert runs[1].code() == 0, nodes.story()
     assert [len((tmp_path / f"posts-{side}").read_text().split()) for side in (0, 1)] == [1, 2]
     nodes.nothing_left()
+
+
+def test_votes_of_jobs_that_died_long_ago_are_cleared_away_by_the_next_job(nodes, tmp_path: Path) -> None:
+    """Those of this job are not, however old: a launcher that is started again finds its own."""
+    old = Path(vote_file.path_for(f"dead-{nodes.job}", "x:1"))
+    nodes.contacts(0, 1)
+    mine = Path(vote_path(nodes, 0))
+    try:
+        for path in (old, mine):
+            path.write_bytes(b"\xc1")
+            os.utime(path, (1, 1))
+        runs = nodes.start_all("--nnodes=2", script=WORK)
+        nodes.up(2)
+        runs[0].until(lambda: not old.exists(), "the old vote's end")
+        assert mine.stat().st_mtime > 1
+        finish(tmp_path)
+        assert nodes.codes() == [0, 0], nodes.story()
+    finally:
+        old.unlink(missing_ok=True)
