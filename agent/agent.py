@@ -86,7 +86,8 @@ class Agent:
         )
         self.mesh: MeshDriver | None = None
         if config.mesh is not None:
-            self.job = cluster.ClusterJob(config.pre_train_script is not None, config.post_train_script is not None)
+            finished = link.memo.get("finished") == "True"
+            self.job = cluster.ClusterJob(config.pre_train_script is not None, config.post_train_script is not None, finished)
         self.restart_count = int(link.memo.get("restart_count", "0"))
         self.desk = FailureDesk(config, self.node, self.reactor, self.output, self.children.watch)
         self.attempt = AttemptRunner(
@@ -126,22 +127,28 @@ class Agent:
         family.become_subreaper()
         self.take_signals()
         config = self.config
+        over = self.link.memo.get(
+            "over"
+        )  # the agent before this one had heard the end of the job: nobody else may be left to ask
         try:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
             if config.rootless or (config.mesh and config.inprocess_restart):
                 port = config.master_port if config.rootless else None
                 self.store = Store(self.reactor, self.output.say, self.send_to_node if config.mesh else None, port)
-            if config.mesh is not None:
+            if config.mesh is not None and over is None:
                 self.join_mesh()
         except (OSError, ValueError) as error:
             self.output.say(f"{reason_of(error)}; the job was not started")
             return exit_codes.CONFIG
         for note in config.notes if not self.link.deaths else ():
             self.output.say(note)
-        self.starter.prepare()
-        self.open_link()
-        self.advance(policy.Begin(reborn=self.link.deaths > 0))
+        if over is None:
+            self.starter.prepare()
+            self.open_link()
+            self.advance(policy.Begin(reborn=self.link.deaths > 0))
+        else:
+            self.advance(cluster.JobOver(int(over)))
         self.reactor.run()
         return self.code
 
@@ -374,6 +381,7 @@ class Agent:
 
     def job_over(self, code: int, reason: str) -> None:
         """The mesh says: the job is over."""
+        self.link.remember(over=code, finished=isinstance(self.job, cluster.ClusterJob) and self.job.finished)
         self.desk.because(reason if code else "")
         self.first_failure.settle()
         self.advance(cluster.JobOver(code, reason))
@@ -426,6 +434,7 @@ class Agent:
     def end(self, code: int) -> None:
         """Close everything in order; the loop stops when the consoles have taken the last line."""
         self.code = code
+        self.link.remember(ended=code)
         self.desk.flush(code)
         self.starter.close()
         self.attempt.links.close()
