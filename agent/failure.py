@@ -182,10 +182,9 @@ class FailureDesk:
     def _blame(self, ends: Sequence[End], in_place: bool) -> Verdict:
         failed = [self._failed_rank(end) for end in ends]
         if len(hung := [rank for rank in failed if rank.end.hung]) > 1:
-            # All are still: whoever waits for others in a collective is a victim of one that does not.
-            waits = {rank.end.local_rank: stacks.waits_for_others(rank.tail.stderr) for rank in hung}
-            if False in waits.values() and True in waits.values():
-                failed = [_as_victim(rank) if waits.get(rank.end.local_rank) else rank for rank in failed]
+            culprits = stacks.out_of_step({rank.end.local_rank: stacks.waits_in(rank.tail.stderr) for rank in hung})
+            if culprits:
+                failed = [_as_victim(r) if r.end.hung and r.end.local_rank not in culprits else r for r in failed]
         told = {rank.end.local_rank: rank.evidence for rank in failed}
         culprit = blame.root_cause([rank.end for rank in failed], told)
         root = next(rank for rank in failed if rank.end is culprit)

@@ -123,7 +123,9 @@ def test_without_a_timeout_only_progress_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("earlier", "now", "progressed"), [(0, 0, True), (0, 5, True), (5, 0, False), (5, 1, True)], ids=["never", "first", "none now", "again"]
+    ("earlier", "now", "progressed"),
+    [(0, 0, True), (0, 5, True), (5, 0, False), (5, 1, True)],
+    ids=["never", "first", "none now", "again"],
 )
 def test_no_progress_can_be_said_only_where_steps_are_counted(earlier: int, now: int, progressed: bool) -> None:
     hangs = watch()
