@@ -161,9 +161,8 @@ class FailureDesk:
     def judge_back(self, back: Back) -> Verdict:
         """Who took this node's workers out of their generation; code 0: nobody here."""
         self._pending = None
-        if not back.failures:
-            return Verdict(0)
-        return self._blame(back.failures, in_place=True)
+        own = [end for end in back.failures if back.cause != "order" or not end.sent]
+        return self._blame(own, in_place=True) if own else Verdict(0)
 
     def judge(self, over: Over) -> Verdict:
         """Who failed first, and what the job's exit code would be."""

@@ -268,7 +268,8 @@ class ClusterJob:
         return told + self._idle(State.BROKEN)
 
     def _attempt_over(self, event: job.AttemptOver) -> list[Effect]:
-        if event.code == 0 and self._stop_asked is None and self.stopped_by is None and self._over is None and not self._ending:
+        ordered = self._stop_asked is not None or self.stopped_by is not None or self._over is not None or self._ending
+        if event.code == 0 and self.state is State.TRAINING and not ordered:
             self.state = State.DONE
             self.finished = True
             return [TellFinished(self.generation)]
