@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hyperpodrun.agent import family, returned
+from hyperpodrun.agent import family
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
@@ -25,7 +25,7 @@ from hyperpodrun.agent.policy.budget import Total, Window
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
-from hyperpodrun.agent.store import Store
+from hyperpodrun.agent.train_scripts import TrainScripts
 from hyperpodrun.agent.wire import exit_codes, names
 from hyperpodrun.agent.wire.rungs import Symptoms
 from hyperpodrun.agent.workers import rendezvous
@@ -33,9 +33,9 @@ from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 from hyperpodrun.agent.workers.group import End
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import places
-from hyperpodrun.agent.workers.script import Script
 from hyperpodrun.agent.workers.start import WorkerStarter
 from hyperpodrun.agent.workers.sweep import Sweeper
+from hyperpodrun.agent.world_store import WorldStore
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh_driver import MeshDriver
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
 TELL_GRACE_S = 1.0
-PORT_OF_THE_STORE = (
-    "a rank wanted to listen on MASTER_PORT, where the launcher's own store listens: connect there, take another port, "
-    "or set HPCT_USE_ROOTLESS=0, which leaves that port to rank 0"
-)
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -73,7 +69,15 @@ class Agent:
             self.reactor, config, self.base_env, self.children.watch, self.output.open_helper, self.output.say
         )
         self.sweeper = Sweeper(self.reactor, link.family, self.starter.helper_pids, self.children.reap, self.cgroup)
-        self.script = Script(self.reactor, self.children.watch, config.python)
+        self.scripts = TrainScripts(
+            self.reactor,
+            config,
+            self.base_env,
+            self.output,
+            self.sweeper,
+            self.children.watch,
+            lambda code: self.advance(policy.ScriptEnded(code)),
+        )
         self.status_files = StatusFiles(link.run_dir.path, os.environ.get(names.STATUS_FILE), self.output.say)
         self.restarts = Total(config.max_restarts, int(link.memo.get("restarts_used", "0")))
         self.job: policy.Job | cluster.ClusterJob = policy.Job(
@@ -115,8 +119,7 @@ class Agent:
             tell=self.tell_failure,
             ship=lambda text: self.mesh.ship(self.attempt.world.generation, text) if self.mesh and self.attempt.world else None,
         )
-        self.store: Store | None = None
-        self.ports: set[int] = set()
+        self.store: WorldStore | None = None
         self.port_retries = 0
         self.started_at = float(link.memo.get("started_at", f"{time.time()}"))
 
@@ -133,9 +136,7 @@ class Agent:
         try:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
-            if config.rootless or (config.mesh and config.inprocess_restart):
-                port = config.master_port if config.rootless else None
-                self.store = Store(self.reactor, self.output.say, self.send_to_node if config.mesh else None, port)
+            self.store = WorldStore(self.reactor, config, self.output.say, self.send_to_node)
             if config.mesh is not None and over is None:
                 self.join_mesh()
         except (OSError, ValueError) as error:
@@ -191,11 +192,12 @@ class Agent:
                 case cluster.Recall():
                     self.attempt.leave(self.mesh.view.reason if self.mesh and self.mesh.view else "")
                 case cluster.TellFailed() | cluster.TellFinished() | cluster.TellGone() | cluster.TellLeaving():
-                    self.tell_mesh(effect)
+                    if self.mesh is not None:
+                        self.mesh.tell(effect)
                 case policy.RunScript(which):
                     self.run_script(which)
                 case policy.EndScript(kill):
-                    self.script.stop(kill, self.config.shutdown_timeout_s)
+                    self.scripts.stop(kill)
                 case policy.RunAttempt(restart_count, in_place):
                     self.run_attempt(restart_count, in_place)
                 case policy.StopAttempt(kill):
@@ -220,12 +222,11 @@ class Agent:
         """Start all ranks, or those that are missing; this node is the world."""
         config = self.config
         try:
-            port = config.master_port or (0 if config.rootless else rendezvous.choose_port(frozenset(self.ports)))
+            port = self.store.choose_port() if self.store is not None else 0
         except OSError as error:
             self.output.say(str(error))
             self.advance(policy.AttemptOver(exit_codes.CONFIG, final=True))
             return
-        self.ports.add(port)
         self.run_world(
             World(
                 generation=restart_count,
@@ -252,9 +253,8 @@ class Agent:
         self.children.forget()
         self.first_failure.begin()
         if self.store is not None:
-            slot = self.mesh.slot if self.mesh else ""
-            self.store.open(world.generation, slot, world.nodes or (slot,))
-        address = self.store.address if self.store and self.config.rootless else None
+            self.store.open(world, self.mesh.slot if self.mesh else "")
+        address = self.store.address if self.store is not None else None
         if in_place:
             self.attempt.go_on(world, address)
         else:
@@ -273,7 +273,11 @@ class Agent:
 
     def tell_failure(self, verdict: Verdict) -> None:
         """A rank failed, here first as far as is known: a word to the mesh."""
-        free = self.port_taken(verdict.text) and self.port_retries < policy.MAX_PORT_RETRIES
+        free = (
+            self.store is not None
+            and self.store.was_taken(verdict.text, self.attempt.world)
+            and self.port_retries < policy.MAX_PORT_RETRIES
+        )
         self.port_retries += free
         self.advance(cluster.RankFailed(verdict.code, verdict.headline, free, self.symptoms(verdict)))
 
@@ -285,9 +289,9 @@ class Agent:
         """Nothing of the attempt is left."""
         if verdict.code or self.mesh is None:  # where all went well, other nodes may still need the keys that are here
             self.end_store("its ranks have ended")
-        if self.config.rootless and self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
-            self.output.say(PORT_OF_THE_STORE)
-        port_taken = self.port_taken(verdict.text)
+        if self.store is not None:
+            self.store.explain(verdict.text)
+        port_taken = self.store is not None and self.store.was_taken(verdict.text, self.attempt.world)
         self.pass_on(verdict, policy.AttemptOver(verdict.code, port_taken, verdict.final, self.symptoms(verdict)))
 
     def attempt_back(self, verdict: Verdict) -> None:
@@ -304,17 +308,8 @@ class Agent:
 
     def all_returned(self) -> None:
         """The wrapped function has returned on all ranks here: they wait for the ranks elsewhere."""
-        world, space = self.attempt.world, self.store.space if self.store is not None else None
-        if world is None or self.mesh is None:
-            self.attempt.release()
-        elif space is not None:
-            returned.arrive(space, len(world.nodes), self.attempt.release)
-
-    def port_taken(self, text: str) -> bool:
-        """Do a rank's last words say that another program took the port that was chosen for its store?"""
-        world = self.attempt.world
-        chosen = world is not None and not self.config.rootless and self.config.master_port is None
-        return chosen and world is not None and rendezvous.names_taken_port(text, world.master_port)
+        if self.store is not None and self.attempt.world is not None:
+            self.store.when_all_returned(self.attempt.world, self.attempt.release)
 
     # --- the mesh
 
@@ -338,23 +333,6 @@ class Agent:
         self.mesh.start()
         self.reactor.call_later(STATUS_EVERY_S, self.renew_status)
 
-    def tell_mesh(self, effect: cluster.TellFailed | cluster.TellFinished | cluster.TellGone | cluster.TellLeaving) -> None:
-        """What happened here, in the mesh's words."""
-        from hyperpodrun.agent.mesh import effects as fx
-
-        assert self.mesh is not None
-        match effect:
-            case cluster.TellFailed(_, _, detail, free) if free:
-                self.mesh.notify(fx.RestartAsked(f"another program took the port of the store ({detail})"))
-            case cluster.TellFailed(generation, code, detail, _, symptoms):
-                self.mesh.notify(fx.WorkersFailed(generation, code, detail, symptoms))
-            case cluster.TellFinished(generation):
-                self.mesh.notify(fx.WorkersFinished(generation))
-            case cluster.TellGone(generation, parked):
-                self.mesh.notify(fx.WorkersGone(generation, parked))
-            case cluster.TellLeaving():
-                self.mesh.notify(fx.LeaveAsked())
-
     def send_to_node(self, node: str, payload: bytes) -> None:
         """The store has something for another node's agent."""
         if self.mesh is not None:
@@ -363,7 +341,7 @@ class Agent:
     def store_heard(self, node: str, payload: bytes) -> None:
         """Another node's store has something for this one."""
         if self.store is not None:
-            self.store.received(node, payload)
+            self.store.heard(node, payload)
 
     def placed(self, port: int, vote_path: str) -> None:
         """The port is this launcher's from now on, also if this agent should die, and the vote file is to be gone in the end."""
@@ -397,39 +375,11 @@ class Agent:
 
     def run_script(self, which: str) -> None:
         """The pre- or post-train script."""
-        config = self.config
-        path, args = (
-            (config.pre_train_script, config.pre_train_args)
-            if which == "pre"
-            else (config.post_train_script, config.post_train_args)
-        )
-        assert path is not None
         if isinstance(self.job, policy.Job):
             restart_count = self.job.restart_count  # of the attempt to come; self.restart_count is the last one's
         else:
             restart_count = self.job.world.restart_count if self.job.world is not None else self.restart_count
-        name = f"{which}-train"
-        env = self.base_env | {
-            names.JOB_ID.encode(): os.fsencode(config.job_id),
-            names.RESTART_COUNT.encode(): b"%d" % restart_count,
-            names.JOB_RESTART_COUNT.encode(): b"%d" % restart_count,
-        }
-        streams = self.output.open_helper(name)
-
-        def ended(status: int) -> None:
-            self.output.helper_ended(name)
-            code = exit_codes.from_wait_status(status)
-            self.sweeper.sweep(lambda _left: self.advance(policy.ScriptEnded(code)))
-
-        try:
-            self.script.start(path, args, env, streams, ended)
-        except OSError as error:
-            self.output.say(f"the {name} script cannot be run: {reason_of(error)}")
-            self.output.helper_ended(name)
-            self.reactor.call_later(0, lambda: self.advance(policy.ScriptEnded(126)))
-        finally:
-            for fd in streams:
-                os.close(fd)
+        self.scripts.run(which, restart_count)
 
     def end(self, code: int) -> None:
         """Close everything in order; the loop stops when the consoles have taken the last line."""

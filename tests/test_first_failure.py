@@ -6,6 +6,7 @@ import pytest
 
 from hyperpodrun.agent.failure import Verdict
 from hyperpodrun.agent.first_failure import READ_S, VICTIM_WAIT_S, FirstFailure
+from hyperpodrun.agent.wire.link import Fault
 from hyperpodrun.agent.workers.group import End
 
 FAILED = End(local_rank=1, pid=7, status=256, at_s=0.0)
@@ -13,11 +14,14 @@ WORDS = Verdict(3, headline="rank 1 said why")
 OVER = Verdict(3, headline="rank 1 said why, in the end")
 
 
+RAISED = End(local_rank=1, pid=7, status=None, at_s=0.0, fault=Fault(0, "ValueError", "ValueError: boom"))
+
+
 class Desk:
     victim = False
 
     def first_words(self, end: End) -> tuple[Verdict, bool]:
-        assert end is FAILED
+        assert end in (FAILED, RAISED)
         return WORDS, self.victim
 
     def first_report(self, end: End) -> str:
@@ -31,9 +35,10 @@ class Scene:
         self.clock = clock
         self.desk = Desk()
         self.events: list[object] = []
-        self.first = FirstFailure(
-            clock, self.desk, self.events.append, self.events.append, lambda verdict: self.events.append(("over", verdict))
-        )  # type: ignore[arg-type]
+        self.first = FirstFailure(clock, self.desk, self.events.append, self.events.append)  # type: ignore[arg-type]
+
+    def over(self, verdict: Verdict) -> None:
+        self.first.over(verdict, lambda: self.events.append(("over", verdict)))
 
 
 @pytest.fixture
@@ -50,7 +55,7 @@ def test_told_and_shipped_once_the_last_words_are_read(scene: Scene) -> None:
     scene.clock.pass_time(0)
     assert scene.events == [WORDS, "the whole report"]
     scene.first.drained(1)
-    scene.first.over(OVER)
+    scene.over(OVER)
     scene.clock.pass_time(60)
     assert scene.events[2:] == [("over", OVER)]
 
@@ -65,17 +70,17 @@ def test_told_without_them_when_they_take_long_and_shipped_when_they_come(scene:
 
 def test_attempt_that_is_over_at_once_is_passed_on_after_the_word(scene: Scene) -> None:
     scene.first.failed(FAILED)
-    scene.first.over(OVER)
+    scene.over(OVER)
     assert scene.events == [WORDS, "the whole report", ("over", OVER)]
 
 
 def test_failure_without_a_failed_rank_is_told_in_the_end(scene: Scene) -> None:
-    scene.first.over(OVER)
+    scene.over(OVER)
     assert scene.events == [OVER, ("over", OVER)]
 
 
 def test_success_needs_no_word(scene: Scene) -> None:
-    scene.first.over(Verdict(0))
+    scene.over(Verdict(0))
     assert scene.events == [("over", Verdict(0))]
 
 
@@ -84,7 +89,7 @@ def test_likely_victim_waits_for_the_culprits_word(scene: Scene) -> None:
     scene.first.failed(FAILED)
     scene.first.drained(1)
     scene.clock.pass_time(0)
-    scene.first.over(OVER)
+    scene.over(OVER)
     scene.clock.pass_time(VICTIM_WAIT_S / 2)
     assert scene.events == []
     scene.first.settle()
@@ -96,7 +101,7 @@ def test_likely_victim_waits_for_the_culprits_word(scene: Scene) -> None:
 def test_victim_is_told_when_nobody_else_speaks(scene: Scene) -> None:
     scene.desk.victim = True
     scene.first.failed(FAILED)
-    scene.first.over(OVER)
+    scene.over(OVER)
     scene.clock.pass_time(VICTIM_WAIT_S)
     assert scene.events == [WORDS, "the whole report", ("over", OVER)]
 
@@ -106,7 +111,7 @@ def test_settled_elsewhere_before_the_words_are_read(scene: Scene) -> None:
     scene.first.settle()
     scene.clock.pass_time(60)
     assert scene.events == []
-    scene.first.over(OVER)
+    scene.over(OVER)
     assert scene.events == [("over", OVER)]
 
 
@@ -122,3 +127,8 @@ def test_next_attempt_starts_from_nothing(scene: Scene) -> None:
     scene.first.failed(FAILED)
     scene.clock.pass_time(READ_S)
     assert scene.events == [WORDS]
+
+
+def test_rank_that_said_itself_what_failed_is_told_at_once(scene: Scene) -> None:
+    scene.first.failed(RAISED)
+    assert scene.events == [WORDS, "the whole report"]

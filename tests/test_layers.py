@@ -33,7 +33,8 @@ AGENT_LAYERS = {
     "failure": 6,
     "attempt": 7,
     "remains": 5,
-    "returned": 5,
+    "world_store": 7,
+    "train_scripts": 8,
     "worker_links": 6,
     "mesh_slots": 1,
     "vote_file": 1,
@@ -47,7 +48,7 @@ AGENT_LAYERS = {
     "mesh_quorum_loss": 4,
     "mesh_driver": 7,
     "first_failure": 7,
-    "agent": 8,
+    "agent": 9,
 }
 PURE = (
     "agent/policy",
