@@ -109,6 +109,7 @@ class Agent:
             on_over=self.attempt_over,
             on_change=self.write_status,
             on_first_failure=self.rank_failed,
+            on_further_failure=lambda end: self.first_failure.further(end),
             on_drained=lambda local_rank: self.first_failure.drained(local_rank),
             on_back=self.attempt_back,
             on_returned=self.all_returned,

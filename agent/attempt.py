@@ -31,7 +31,7 @@ SLOW_S = 1.0
 
 
 class AttemptRunner:
-    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
+    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once, `on_further_failure` others,
     `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation whose workers wait at the
     barrier, `on_returned` the word that the function has returned on all ranks here.
 
@@ -54,6 +54,7 @@ class AttemptRunner:
         on_over: Callable[[Verdict], None],
         on_change: Callable[[], None],
         on_first_failure: Callable[[group.End], None],
+        on_further_failure: Callable[[group.End], None],
         on_drained: Callable[[int], None],
         on_back: Callable[[Verdict], None],
         on_returned: Callable[[], None],
@@ -74,6 +75,7 @@ class AttemptRunner:
         self._on_over = on_over
         self._on_change = on_change
         self._on_first_failure = on_first_failure
+        self._on_further_failure = on_further_failure
         self._on_drained = on_drained
         self._on_back = on_back
         self._on_returned = on_returned
@@ -192,6 +194,8 @@ class AttemptRunner:
                 self._sweeper.kill_now()
             case group.FirstFailure(end):
                 self._first_failure(end)
+            case group.FurtherFailure(end):
+                self._on_further_failure(end)
             case group.Sweep():
                 self._sweeper.sweep(self._sweep_done)
             case group.Back():

@@ -36,7 +36,8 @@ _RAISED = 1 << 8
 class Verdict(msgspec.Struct, frozen=True):
     """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
 
-    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's.
+    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's. `victim`: it
+    is likely that of a rank that lost its peer.
     """
 
     code: int
@@ -46,6 +47,7 @@ class Verdict(msgspec.Struct, frozen=True):
     local_rank: int = -1
     rung: Asked = ""
     """The least rung that the rank asked for."""
+    victim: bool = False
 
 
 class FailureDesk:
@@ -101,10 +103,9 @@ class FailureDesk:
         """All ranks run again."""
         self._output.say(f"back after {seconds_s:.2f} s")
 
-    def first_words(self, end: End) -> tuple[Verdict, bool]:
-        """What is known of a rank that has just failed, and whether it is likely another's victim."""
-        failed = self._failed_rank(end)
-        return self._verdict(failed), failed.evidence.victim
+    def first_words(self, end: End) -> Verdict:
+        """What is known of a rank that has just failed."""
+        return self._verdict(self._failed_rank(end))
 
     def first_report(self, end: End) -> str:
         """The whole report about this rank, for another node's console."""
@@ -201,6 +202,7 @@ class FailureDesk:
             headline=report.headline(failed, self._about("")),
             local_rank=failed.end.local_rank,
             rung=failed.rung,
+            victim=failed.evidence.victim,
         )
 
     def tell_unkillable(self, left: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from hyperpodrun.agent.failure import Verdict
@@ -10,8 +11,11 @@ from hyperpodrun.agent.wire.link import Fault
 from hyperpodrun.agent.workers.group import End
 
 FAILED = End(local_rank=1, pid=7, status=256, at_s=0.0)
+CULPRIT = End(local_rank=0, pid=6, status=9, at_s=0.1)
 WORDS = Verdict(3, headline="rank 1 said why")
 OVER = Verdict(3, headline="rank 1 said why, in the end")
+VICTIMS = Verdict(3, headline="rank 1 said why", victim=True)
+BEATEN = Verdict(3, headline="rank 1 said why, in the end", victim=True)
 
 
 RAISED = End(local_rank=1, pid=7, status=None, at_s=0.0, fault=Fault(0, "ValueError", "ValueError: boom"))
@@ -20,9 +24,8 @@ RAISED = End(local_rank=1, pid=7, status=None, at_s=0.0, fault=Fault(0, "ValueEr
 class Desk:
     victim = False
 
-    def first_words(self, end: End) -> tuple[Verdict, bool]:
-        assert end in (FAILED, RAISED)
-        return WORDS, self.victim
+    def first_words(self, end: End) -> Verdict:
+        return msgspec.structs.replace(WORDS, victim=self.victim and end is not CULPRIT)
 
     def first_report(self, end: End) -> str:
         return "the whole report"
@@ -89,21 +92,21 @@ def test_likely_victim_waits_for_the_culprits_word(scene: Scene) -> None:
     scene.first.failed(FAILED)
     scene.first.drained(1)
     scene.clock.pass_time(0)
-    scene.over(OVER)
+    scene.over(BEATEN)
     scene.clock.pass_time(VICTIM_WAIT_S / 2)
     assert scene.events == []
     scene.first.settle()
-    assert scene.events == [("over", OVER)], "the culprit's node told already"
+    assert scene.events == [("over", BEATEN)], "the culprit's node told already"
     scene.clock.pass_time(60)
-    assert scene.events == [("over", OVER)]
+    assert scene.events == [("over", BEATEN)]
 
 
 def test_victim_is_told_when_nobody_else_speaks(scene: Scene) -> None:
     scene.desk.victim = True
     scene.first.failed(FAILED)
-    scene.over(OVER)
+    scene.over(BEATEN)
     scene.clock.pass_time(VICTIM_WAIT_S)
-    assert scene.events == [WORDS, "the whole report", ("over", OVER)]
+    assert scene.events == [VICTIMS, "the whole report", ("over", BEATEN)]
 
 
 def test_settled_elsewhere_before_the_words_are_read(scene: Scene) -> None:
@@ -132,3 +135,24 @@ def test_next_attempt_starts_from_nothing(scene: Scene) -> None:
 def test_rank_that_said_itself_what_failed_is_told_at_once(scene: Scene) -> None:
     scene.first.failed(RAISED)
     assert scene.events == [WORDS, "the whole report"]
+
+
+def test_culprit_on_the_same_node_is_told_in_its_victims_place(scene: Scene) -> None:
+    scene.desk.victim = True
+    scene.first.failed(RAISED)
+    scene.clock.pass_time(VICTIM_WAIT_S / 3)
+    assert scene.events == []
+    scene.first.further(CULPRIT)
+    scene.first.drained(0)
+    scene.clock.pass_time(0)
+    assert scene.events == [WORDS, "the whole report"]
+    scene.first.further(FAILED)
+    scene.clock.pass_time(60)
+    assert scene.events == [WORDS, "the whole report"]
+
+
+def test_verdict_over_all_that_failed_here_ends_the_wait(scene: Scene) -> None:
+    scene.desk.victim = True
+    scene.first.failed(RAISED)
+    scene.over(OVER)
+    assert scene.events[0] == OVER and scene.events[-1] == ("over", OVER)
