@@ -31,9 +31,9 @@ SLOW_S = 1.0
 
 
 class AttemptRunner:
-    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once, `on_further_failure` others,
-    `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation whose workers wait at the
-    barrier, `on_returned` the word that the function has returned on all ranks here.
+    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
+    `on_further_failure` others, `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation
+    whose workers wait at the barrier, `on_returned` the word that the function has returned on all ranks here.
 
     `places` says where each local rank runs; `base_env` is the launcher's environment, its mark included.
     """

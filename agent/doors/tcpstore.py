@@ -54,14 +54,18 @@ class TcpStoreDoor:
         self._space, self._processes = space, Processes(space)
 
     def shut(self) -> None:
-        """The generation is over: its connections end."""
-        self._space = self._processes = None
+        """The generation is over: its connections end.
+
+        Whoever connects now is still greeted, and refused when it asks for something: torch's client tries again and again, deaf to
+        signals, for as long as it is not greeted (TCPStore.cpp, the constructor), and a worker has to hear that it is to leave.
+        """
         for connection in list(self._connections):
             connection.close()
 
     def close(self) -> None:
         """Stop listening."""
         self.shut()
+        self._space = self._processes = None
         self._sweeper.cancel()
         if self._socket.fileno() >= 0:
             self.reactor.forget(self._socket.fileno())

@@ -107,3 +107,38 @@ def test_faults_one_after_another_on_both_nodes(nodes, tmp_path: Path) -> None:
     seen = [pids(nodes, generation) for generation in range(5)]
     assert seen == [seen[0]] * 5, nodes.story()
     finish(nodes, tmp_path, 4)
+
+
+def test_world_that_gets_smaller_keeps_the_other_processes(nodes, tmp_path: Path) -> None:
+    from tests.launch.test_nodes import kill_node, vote_path
+
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=2:3", *OPTIONS, script=script())
+    before = nodes.up(6, generation=0)
+    victim = next(int(row["side"]) for row in before if row["rank"] == 2)
+    kill_node(runs[victim])
+    after = nodes.up(4, generation=1)
+    kept = {row["pid"] for row in before if row["side"] != str(victim)}
+    assert {row["pid"] for row in after} == kept, nodes.story()
+    assert sorted(row["rank"] for row in after) == [0, 1, 2, 3] and {row["world"] for row in after} == {4}
+    (tmp_path / "finish").touch()
+    assert sorted(nodes.codes()) == [-9, 0, 0], nodes.story()
+    os.path.exists(vote := vote_path(nodes, victim)) and os.unlink(vote)
+    for run in runs:
+        run.nothing_left()
+
+
+@pytest.mark.torch
+def test_spare_has_torch_imported_while_it_stands_by(nodes, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    nodes.contacts(0, 1, 2)
+    runs = nodes.start_all("--nnodes=2", "--spares=1", *OPTIONS, script="import torch\n" + script())
+    sides = {row["side"] for row in nodes.up(4, generation=0)}
+    spare = next(run for index, run in enumerate(runs) if str(index) not in sides)
+
+    def loaded() -> bool:
+        return any("libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text() for pid in spare.family())
+
+    spare.until(loaded, "torch in the spare's forkserver")
+    (tmp_path / "finish").touch()
+    assert nodes.codes() == [0, 0, 0], nodes.story()
