@@ -66,7 +66,7 @@ Find = Callable[[str, int, str], Shard | None]
 
 
 class Server:
-    """`find(shard, step, kind)` gives what is held here. Serves from threads of its own until `close`."""
+    """`find(shard, step, kind)` gives what is held here. Listens at `port` and serves from threads of its own until `close`."""
 
     def __init__(self, token: bytes, find: Find, host: str = "", port: int = 0) -> None:
         self._token = token
@@ -75,13 +75,9 @@ class Server:
         self._connections: set[socket.socket] = set()
         self._closed = False
         self._listener = _listen(host, port)
+        self.port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, name="hyperpodrun-transfer", daemon=True)
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
         """Stop; what is under way is cut off."""
