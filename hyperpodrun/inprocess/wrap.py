@@ -340,3 +340,8 @@ def _warn_once(sentence: str) -> None:
     if sentence not in _warned:
         _warned.add(sentence)
         warnings.warn(sentence, stacklevel=5)
+
+
+def running_session() -> Session | None:
+    """Of the wrapped function that runs in this process under an agent that restarts in place."""
+    return None if _running is None else _running.session

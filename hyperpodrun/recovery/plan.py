@@ -162,9 +162,7 @@ def _fetch(
 ) -> list[Fetch]:
     def distance(source: int, holding: Holding) -> tuple[int, int]:
         other = by_rank[source]
-        if source == offer.rank:
-            far = 0
-        elif other.node == offer.node:
+        if other.node == offer.node:
             far = 1
         else:
             far = 2 if other.group and other.group == offer.group else 3

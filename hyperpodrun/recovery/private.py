@@ -2,7 +2,9 @@
 
 Theory. Samplers have moved and generators have been drawn from when `update` is entered, and no optimizer touches either. So the state
 at that moment is the state after the step. Buffers belong here too: a forward pass changes them (running means) before anybody knows
-whether the step will be committed, and they may differ between ranks. Buffers that nobody has touched are not carried.
+whether the step will be committed, and they may differ between ranks. Constants (masks, tables) are buffers, too: what still is as it
+was at first is not carried. Contents are compared, for not every kernel that writes a buffer counts up its version (batch norm's
+does not).
 
 Invariants: `install(capture())` changes nothing. What is captured aliases nothing.
 """
@@ -66,7 +68,7 @@ class Private:
             for path, buffer in model.named_buffers()
             if path in model.state_dict(keep_vars=True)
         }
-        self._untouched = {path: _version(buffer) for path, buffer in self._buffers.items()}
+        self._untouched = {path: local(buffer).clone() for path, buffer in self._buffers.items()}
 
     @property
     def empty(self) -> bool:
@@ -76,7 +78,9 @@ class Private:
     def capture(self) -> bytes:
         """All of it, now. Raises CodecError."""
         values: dict[str, Any] = {name: thing.state_dict() for name, thing in self._things.items()}
-        touched = {p: local(b) for p, b in self._buffers.items() if _version(b) != self._untouched[p]}
+        for path in [path for path, first in self._untouched.items() if not torch.equal(local(self._buffers[path]), first)]:
+            del self._untouched[path]
+        touched = {path: local(buffer) for path, buffer in self._buffers.items() if path not in self._untouched}
         return pack({"things": values, "buffers": touched, "rng": rng.capture() if self._mode == "replicate" else None})
 
     def install(self, text: bytes) -> None:
@@ -90,9 +94,6 @@ class Private:
             if path not in self._buffers:
                 raise RecoveryError(f"there is no buffer {path} any more")
             local(self._buffers[path]).copy_(value)
+            self._untouched.pop(path, None)
         if values["rng"] is not None and self._mode == "replicate":
             rng.install(values["rng"])
-
-
-def _version(buffer: torch.Tensor) -> int:
-    return int(buffer._version)

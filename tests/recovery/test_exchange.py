@@ -1,8 +1,9 @@
 """Everybody's private state is with somebody else when `swap` returns."""
 
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from gloo_job import run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,8 +30,10 @@ print("swapped", rank)
 
 @pytest.mark.torch
 @pytest.mark.parametrize("gather", [GATHER_RANKS, 1])
-def test_states_of_any_size_reach_the_others(gloo: Callable[..., list[str]], gather: int) -> None:
-    assert sorted(line.splitlines()[-1] for line in gloo(SWAPS, 4, str(gather))) == [f"swapped {rank}" for rank in range(4)]
+def test_states_of_any_size_reach_the_others(tmp_path: Path, gather: int) -> None:
+    assert sorted(line.splitlines()[-1] for line in run(tmp_path, SWAPS, 4, str(gather))) == [
+        f"swapped {rank}" for rank in range(4)
+    ]
 
 
 @given(st.integers(2, 300), st.integers(1, 4))
