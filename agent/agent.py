@@ -16,7 +16,6 @@ from hyperpodrun.agent import family
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
-from hyperpodrun.agent.doors.link import Connection, LinkDoor
 from hyperpodrun.agent.failure import FailureDesk, Verdict
 from hyperpodrun.agent.first_failure import FirstFailure
 from hyperpodrun.agent.keeper import FORWARDED, STOP_SIGNALS, KeeperLink
@@ -28,7 +27,7 @@ from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
 from hyperpodrun.agent.store import Store
 from hyperpodrun.agent.wire import exit_codes, names
-from hyperpodrun.agent.wire.link import FromWorker, Hello, Welcome
+from hyperpodrun.agent.wire.rungs import Symptoms
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 from hyperpodrun.agent.workers.group import End
@@ -105,16 +104,16 @@ class Agent:
             on_change=self.write_status,
             on_first_failure=self.rank_failed,
             on_drained=lambda local_rank: self.first_failure.drained(local_rank),
+            on_back=self.attempt_back,
+            on_returned=self.all_returned,
         )
         self.first_failure = FirstFailure(
             self.reactor,
             self.desk,
             tell=self.tell_failure,
             ship=lambda text: self.mesh.ship(self.attempt.world.generation, text) if self.mesh and self.attempt.world else None,
-            pass_on=self.pass_on,
         )
         self.store: Store | None = None
-        self.door: LinkDoor | None = None
         self.ports: set[int] = set()
         self.port_retries = 0
         self.started_at = float(link.memo.get("started_at", f"{time.time()}"))
@@ -146,25 +145,12 @@ class Agent:
 
     def open_link(self) -> None:
         """Listen for workers, where they can speak; without it they can only be restarted as processes."""
-        if self.config.program.run_as == "program":
+        if self.config.program.run_as == "program" and not self.config.inprocess_restart:
             return
         try:
-            self.door = LinkDoor(
-                self.reactor,
-                self.link.run_dir.path,
-                self.output.say,
-                self.link_heard,
-                lambda _connection: None,
-                lambda: self.attempt.pids,
-            )
-            self.attempt.link = self.door.address
+            self.attempt.links.open(self.link.run_dir.path, self.output.say)
         except OSError as error:
-            self.output.say(f"{reason_of(error)}; workers cannot speak to the launcher")
-
-    def link_heard(self, connection: Connection, message: FromWorker) -> None:
-        """A worker said something."""
-        if isinstance(message, Hello):
-            connection.send(Welcome(inplace=False, abort_timeout_s=60.0))
+            self.output.say(f"{reason_of(error)}; workers cannot speak to the launcher, and are not restarted in place")
 
     def take_signals(self) -> None:
         """From here on signals are events; those that came before were held back and arrive now."""
@@ -191,22 +177,24 @@ class Agent:
         """Give the job core an event and carry out what it says."""
         for effect in self.job.handle(event, self.reactor.now_s()):  # type: ignore[arg-type]  # each core ignores the other's events
             match effect:
-                case cluster.RunAttempt(world):
-                    self.run_world(world)
+                case cluster.RunAttempt(world, in_place):
+                    self.run_world(world, in_place)
+                case cluster.Recall():
+                    self.attempt.leave(self.mesh.view.reason if self.mesh and self.mesh.view else "")
                 case cluster.TellFailed() | cluster.TellFinished() | cluster.TellGone() | cluster.TellLeaving():
                     self.tell_mesh(effect)
                 case policy.RunScript(which):
                     self.run_script(which)
                 case policy.EndScript(kill):
                     self.script.stop(kill, self.config.shutdown_timeout_s)
-                case policy.RunAttempt(restart_count):
-                    self.run_attempt(restart_count)
+                case policy.RunAttempt(restart_count, in_place):
+                    self.run_attempt(restart_count, in_place)
                 case policy.StopAttempt(kill):
                     if not kill:
                         self.reactor.call_later(TELL_GRACE_S, partial(self.tell_grace, self.attempt.world))
                     self.attempt.stop(kill)
                 case policy.Restarting() | policy.GivingUp():
-                    self.desk.tell_next(effect)
+                    self.desk.tell_next(effect, self.attempt.kept)
                 case policy.End(code):
                     self.end(code)
         self.write_status()
@@ -219,8 +207,8 @@ class Agent:
                 "a second Ctrl-C (SIGINT) ends them now"
             )
 
-    def run_attempt(self, restart_count: int) -> None:
-        """Start all ranks; this node is the world."""
+    def run_attempt(self, restart_count: int, in_place: bool) -> None:
+        """Start all ranks, or those that are missing; this node is the world."""
         config = self.config
         try:
             port = config.master_port or (0 if self.store else rendezvous.choose_port(frozenset(self.ports)))
@@ -239,11 +227,12 @@ class Agent:
                 group_world_size=1,
                 master_addr=config.master_addr or config.local_addr or rendezvous.loopback(),
                 master_port=port,
-            )
+            ),
+            in_place,
         )
 
-    def run_world(self, world: World) -> None:
-        """Start this node's ranks of that world."""
+    def run_world(self, world: World, in_place: bool) -> None:
+        """Start this node's ranks of that world; `in_place`: those that wait at the restart barrier go on in it."""
         self.restart_count = world.restart_count
         self.link.remember(
             job_id=self.config.job_id,
@@ -256,7 +245,11 @@ class Agent:
         if self.store is not None:
             slot = self.mesh.slot if self.mesh else ""
             self.store.open(world.generation, slot, world.nodes or (slot,))
-        self.attempt.run(world, self.store.address if self.store else None)
+        address = self.store.address if self.store else None
+        if in_place:
+            self.attempt.go_on(world, address)
+        else:
+            self.attempt.run(world, address)
 
     def rank_failed(self, end: End) -> None:
         """A rank failed, the first one here. Whoever waits for one of its keys, deaf to signals, is freed."""
@@ -273,22 +266,33 @@ class Agent:
         """A rank failed, here first as far as is known: a word to the mesh."""
         free = self.port_taken(verdict.text) and self.port_retries < policy.MAX_PORT_RETRIES
         self.port_retries += free
-        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free))
+        symptoms = Symptoms(rank=verdict.local_rank, final=verdict.final)
+        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free, symptoms))
 
     def attempt_over(self, verdict: Verdict) -> None:
         """Nothing of the attempt is left."""
         self.end_store("its ranks have ended")
         if self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
             self.output.say(PORT_OF_THE_STORE)
+        over = policy.AttemptOver(verdict.code, port_taken=self.port_taken(verdict.text), final=verdict.final)
+        self.pass_on(verdict, over)
+
+    def attempt_back(self, verdict: Verdict) -> None:
+        """Workers wait at the restart barrier; nothing of their generation is left."""
+        self.pass_on(verdict, policy.AttemptBack(verdict.code))
+
+    def pass_on(self, verdict: Verdict, event: policy.AttemptOver | policy.AttemptBack) -> None:
+        """The job core says what follows."""
         if self.mesh is not None:
             self.desk.tell_here()
-            self.first_failure.over(verdict)
+            self.first_failure.over(verdict, lambda: self.advance(event))
         else:
-            self.pass_on(verdict)
+            self.advance(event)
 
-    def pass_on(self, verdict: Verdict) -> None:
-        """The job core says what follows."""
-        self.advance(policy.AttemptOver(verdict.code, port_taken=self.port_taken(verdict.text), final=verdict.final))
+    def all_returned(self) -> None:
+        """The wrapped function has returned on all ranks here: they wait for the ranks elsewhere."""
+        if self.mesh is None:
+            self.attempt.release()
 
     def port_taken(self, text: str) -> bool:
         """Do a rank's last words say that another program took the port that was chosen for its store?"""
@@ -326,12 +330,12 @@ class Agent:
         match effect:
             case cluster.TellFailed(_, _, detail, free) if free:
                 self.mesh.notify(fx.RestartAsked(f"another program took the port of the store ({detail})"))
-            case cluster.TellFailed(generation, code, detail):
-                self.mesh.notify(fx.WorkersFailed(generation, code, detail))
+            case cluster.TellFailed(generation, code, detail, _, symptoms):
+                self.mesh.notify(fx.WorkersFailed(generation, code, detail, symptoms))
             case cluster.TellFinished(generation):
                 self.mesh.notify(fx.WorkersFinished(generation))
-            case cluster.TellGone(generation):
-                self.mesh.notify(fx.WorkersGone(generation))
+            case cluster.TellGone(generation, parked):
+                self.mesh.notify(fx.WorkersGone(generation, parked))
             case cluster.TellLeaving():
                 self.mesh.notify(fx.LeaveAsked())
 
@@ -353,11 +357,11 @@ class Agent:
         """The mesh says: start."""
         self.advance(cluster.StartHere(world))
 
-    def stop_here(self, generation: int, kill: bool) -> None:
-        """The mesh says: stop."""
+    def stop_here(self, generation: int, kill: bool, in_place: bool) -> None:
+        """The mesh says: stop. `in_place`: workers that can, go to the restart barrier instead."""
         self.end_store(self.mesh.view.reason if self.mesh and self.mesh.view else "this node is no longer part of it")
         self.first_failure.settle()
-        self.advance(cluster.StopHere(generation, kill))
+        self.advance(cluster.StopHere(generation, kill, in_place))
 
     def job_over(self, code: int, reason: str) -> None:
         """The mesh says: the job is over."""
@@ -415,10 +419,9 @@ class Agent:
         self.code = code
         self.desk.flush(code)
         self.starter.close()
+        self.attempt.links.close()
         if self.store is not None:
             self.store.close()
-        if self.door is not None:
-            self.door.close()
         self.sweeper.sweep(self.ended, gentle=False, marked=True)
 
     def ended(self, left: tuple[str, ...]) -> None:

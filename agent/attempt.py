@@ -1,33 +1,40 @@
-"""One attempt on this node: the worker group core joined to processes, pipes and the clock.
+"""One attempt on this node: the worker group core joined to processes, pipes, links and the clock.
 
-Events from the starter, the reaper and the clock go into `workers/group.py`, the effects it gives are carried out here. An attempt
-that is over has been swept, and its output has been read; only then is it judged.
+Events from the starter, the reaper, the workers' links and the clock go into `workers/group.py`, the effects it gives are carried
+out here. An attempt that is over has been swept, and its output has been read; only then is it judged. With in-process restart it
+runs through several worlds: `on_back` says that one is over, `go_on` begins the next.
 """
 
 import os
 import signal
+from collections import deque
 from collections.abc import Callable
 
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
-from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.remains import Remains
+from hyperpodrun.agent.wire import exit_codes, link, names
 from hyperpodrun.agent.wire.launch import Worker
-from hyperpodrun.agent.workers import environment, group
+from hyperpodrun.agent.worker_links import WorkerLinks
+from hyperpodrun.agent.workers import environment, group, recall
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import Place
 from hyperpodrun.agent.workers.start import WorkerStarter
 from hyperpodrun.agent.workers.sweep import Sweeper
 
+SLOW_S = 1.0
+"""A recall that takes longer is told of while it goes on."""
+
 
 class AttemptRunner:
     """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
-    `on_drained` each rank whose last words have been read.
+    `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation whose workers wait at the
+    barrier, `on_returned` the word that the function has returned on all ranks here.
 
-    `places` says where each local rank runs, `link` where the agent listens for them ("": nowhere); `base_env` is the launcher's
-    environment, its mark included.
+    `places` says where each local rank runs; `base_env` is the launcher's environment, its mark included.
     """
 
     def __init__(
@@ -45,12 +52,13 @@ class AttemptRunner:
         node: str,
         on_over: Callable[[Verdict], None],
         on_change: Callable[[], None],
-        on_first_failure: Callable[[group.End], None] = lambda _end: None,
-        on_drained: Callable[[int], None] = lambda _local_rank: None,
+        on_first_failure: Callable[[group.End], None],
+        on_drained: Callable[[int], None],
+        on_back: Callable[[Verdict], None],
+        on_returned: Callable[[], None],
     ) -> None:
         self.world: World | None = None
         self.places: list[Place] = []
-        self.link = ""
         self._config = config
         self._reactor = reactor
         self._output = output
@@ -66,7 +74,17 @@ class AttemptRunner:
         self._on_change = on_change
         self._on_first_failure = on_first_failure
         self._on_drained = on_drained
-        self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s)
+        self._on_back = on_back
+        self._on_returned = on_returned
+        back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
+        self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
+        self.links = WorkerLinks(reactor, config, lambda: self._group.alive, self._said, self._unlinked)
+        self._remains = Remains(sweeper, output.error_file, self._swept_alone)
+        self._effects: deque[group.Effect] = deque()
+        self._busy = False
+        self._slow: Timer | None = None
+        self._failed_at_s: float | None = None
+        self._reason = ""
         self._store: tuple[str, int] | None = None
         self._tick: Timer | None = None
         self._draining: set[int] = set()
@@ -81,8 +99,33 @@ class AttemptRunner:
         self._store = store
         self._draining = set()
         self._swept = None
+        self._reason = ""
+        self._failed_at_s = None
         self._desk.begin_attempt(world)
-        self._feed(group.Start(self._config.nproc_per_node))
+        self._feed(group.Start(self._config.nproc_per_node, world.generation))
+
+    def go_on(self, world: World, store: tuple[str, int] | None = None, reason: str = "") -> None:
+        """After `on_back`: the next world, with the processes that are there. `reason` is for the workers: why again."""
+        self.world = world
+        self._store = store
+        self._reason = reason
+        self._desk.begin_attempt(world)
+        self._feed(group.Reenter(world.generation))
+        self._on_change()
+
+    def leave(self, reason: str) -> None:
+        """The world is lost elsewhere: bring the workers out of it, in place where that saves one; `on_back` or `on_over` comes."""
+        self._failed_at_s = self._failed_at_s or self._reactor.now_s()
+        self._feed(group.Leave(reason))
+
+    def release(self) -> None:
+        """The function has returned on all ranks of the world."""
+        self._feed(group.Release())
+
+    @property
+    def kept(self) -> int:
+        """How many processes wait at the barrier."""
+        return len(self._group.recall.parked)
 
     def stop(self, kill: bool) -> None:
         """End the attempt, with the grace or at once."""
@@ -105,28 +148,85 @@ class AttemptRunner:
     # --- the group core
 
     def _feed(self, event: group.Event) -> None:
-        effects = self._group.handle(event, self._reactor.now_s())
+        """Effects are carried out in the order given; those of events that come of it follow."""
+        self._effects += self._group.handle(event, self._reactor.now_s())
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._effects:
+                self._carry_out(self._effects.popleft())
+        finally:
+            self._busy = False
         self._reset_tick()
-        for effect in effects:
-            match effect:
-                case group.MakeProcesses():
-                    self._make_processes()
-                case group.CancelStart():
-                    self._starter.cancel()
-                    self._close_streams()
-                case group.Ask(local_ranks):
-                    self._ask(local_ranks)
-                case group.DumpStacks(local_ranks, why):
-                    self._desk.dump_stacks({r: self._group.alive[r] for r in local_ranks}, why)
-                case group.Kill():
-                    self._sweeper.kill_now()
-                case group.FirstFailure(end):
-                    self._desk.first_failure(end, others=len(self._group.alive))
-                    self._on_first_failure(end)
-                case group.Sweep():
-                    self._sweeper.sweep(self._sweep_done)
-                case group.Over():
-                    self._on_over(self._desk.judge(effect))
+
+    def _carry_out(self, effect: group.Effect) -> None:
+        match effect:
+            case group.MakeProcesses(local_ranks):
+                self._make_processes(local_ranks)
+            case group.CancelStart():
+                self._starter.cancel()
+                self._close_streams()
+            case group.Ask(local_ranks):
+                self._ask(local_ranks)
+            case recall.DumpStacks(local_ranks, why):
+                self._desk.dump_stacks({r: pid for r in local_ranks if (pid := self._group.alive.get(r))}, why)
+            case group.Kill():
+                self._sweeper.kill_now()
+            case group.FirstFailure(end):
+                self._first_failure(end)
+            case group.Sweep():
+                self._sweeper.sweep(self._sweep_done)
+            case group.Back():
+                self._enough_waiting()
+                self._on_back(self._desk.judge_back(effect))
+            case group.Over():
+                self._enough_waiting()
+                self._remains.forget()
+                self._on_over(self._desk.judge(effect))
+            case _:
+                self._carry_out_recall(effect)
+
+    def _carry_out_recall(self, effect: group.Effect) -> None:
+        """What concerns single workers, over their links."""
+        world = self.world
+        assert world is not None
+        match effect:
+            case recall.Enter(local_ranks):
+                for local_rank in local_ranks:
+                    self.links.send(local_rank, self._entry(local_rank, world))
+            case recall.Interrupt(local_ranks, reason):
+                for local_rank in local_ranks:
+                    self.links.send(local_rank, link.Interrupt(world.generation, reason))
+            case recall.Released(local_ranks):
+                for local_rank in local_ranks:
+                    self.links.send(local_rank, link.Released(world.generation))
+            case recall.KillAlone(local_ranks):
+                for local_rank in local_ranks:
+                    if pid := self._group.alive.get(local_rank):
+                        self._remains.kill(local_rank, pid)
+            case recall.SweepAlone(local_ranks):
+                for local_rank in local_ranks:
+                    self._remains.sweep(local_rank)
+            case recall.AllReturned():
+                self._on_returned()
+            case recall.AllIn():
+                if self._failed_at_s is not None:
+                    self._desk.back_after(self._reactor.now_s() - self._failed_at_s)
+                    self._failed_at_s = None
+
+    def _first_failure(self, end: group.End) -> None:
+        self._failed_at_s = end.at_s
+        if self._group.state in (group.State.STOPPING, group.State.SWEEPING):
+            self._desk.first_failure(end, others=len(self._group.alive))
+        else:
+            self._slow = self._reactor.call_later(SLOW_S, lambda: self._desk.slow_to_leave(end, self._group.recall.late()))
+        self._on_first_failure(end)
+
+    def _enough_waiting(self) -> None:
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
 
     def _reset_tick(self) -> None:
         if self._tick:
@@ -134,40 +234,59 @@ class AttemptRunner:
         deadline_s = self._group.next_deadline_s()
         self._tick = None if deadline_s is None else self._reactor.call_at(deadline_s, lambda: self._feed(group.Tick()))
 
-    def _make_processes(self) -> None:
+    def _make_processes(self, local_ranks: tuple[int, ...]) -> None:
         world, config = self.world, self._config
         assert world is not None
-        workers = []
+        ranks = range(world.first_rank, world.first_rank + config.nproc_per_node)
+        wanted = local_ranks or tuple(range(config.nproc_per_node))
         try:
-            self._output.begin_attempt(world.restart_count, range(world.first_rank, world.first_rank + config.nproc_per_node))
-            for local_rank in range(config.nproc_per_node):
+            if local_ranks:
+                self._output.begin_generation(ranks, local_ranks)
+            else:
+                self._output.begin_attempt(world.restart_count, ranks)
+            for local_rank in wanted:
                 self._streams.append(self._output.open_worker(local_rank))
         except OSError as error:
             self._start_failed(reason_of(error), exit_codes.CONFIG)
             return
-        for local_rank, place in enumerate(self.places):
-            env = environment.worker_env(
-                config,
-                self._base_env,
-                local_rank=local_rank,
-                rank=world.first_rank + local_rank,
-                world_size=world.world_size,
-                group_rank=world.group_rank,
-                group_world_size=world.group_world_size,
-                restart_count=world.restart_count,
-                generation=world.generation,
-                node=self._node,
-                master_addr=self._store[0] if self._store else world.master_addr,
-                master_port=self._store[1] if self._store else world.master_port,
-                error_file=self._output.error_file(local_rank),
-                family=self._family,
-                use_agent_store=self._store is not None,
-                rank0_addr=world.master_addr,
-                link=self.link,
-                visible_device=place.visible_device,
-            )
-            workers.append(Worker(local_rank, environment.worker_argv(config, local_rank), env, place.cpus))
+        workers = [
+            Worker(r, environment.worker_argv(config, r), self._environment(r, world), self.places[r].cpus) for r in wanted
+        ]
         self._starter.start(workers, self._streams, self._started, self._start_failed)
+
+    def _environment(self, local_rank: int, world: World) -> list[tuple[bytes, bytes]]:
+        return environment.worker_env(
+            self._config,
+            self._base_env,
+            local_rank=local_rank,
+            rank=world.first_rank + local_rank,
+            world_size=world.world_size,
+            group_rank=world.group_rank,
+            group_world_size=world.group_world_size,
+            restart_count=world.restart_count,
+            generation=world.generation,
+            node=self._node,
+            master_addr=self._store[0] if self._store else world.master_addr,
+            master_port=self._store[1] if self._store else world.master_port,
+            error_file=self._output.error_file(local_rank),
+            family=self._family,
+            use_agent_store=self._store is not None,
+            rank0_addr=world.master_addr,
+            link=self.links.address,
+            visible_device=self.places[local_rank].visible_device,
+        )
+
+    def _entry(self, local_rank: int, world: World) -> link.Enter:
+        """What a worker at the barrier is told: every variable that describes its rank, as a new process would find it."""
+        found = {os.fsdecode(name): os.fsdecode(value) for name, value in self._environment(local_rank, world)}
+        fresh = self._group.recall.is_fresh(local_rank)
+        return link.Enter(
+            world.generation,
+            world.restart_count,
+            {name: found.get(name) for name in sorted(names.PER_RANK)},
+            ("process" if world.restart_count else "start") if fresh else "inplace",
+            self._reason,
+        )
 
     def _started(self, pids: list[tuple[int, int]]) -> None:
         self._close_streams()
@@ -191,18 +310,33 @@ class AttemptRunner:
 
     def _exited(self, local_rank: int, status: int) -> None:
         self._draining.add(local_rank)
+        pid = self._group.alive.get(local_rank, 0)
+        self.links.ended(pid)
+        self._remains.ended(local_rank, pid)
         self._output.worker_ended(local_rank, lambda: self._drained(local_rank))
         self._feed(group.Exited(local_rank, status))
 
     def _drained(self, local_rank: int) -> None:
         self._draining.discard(local_rank)
         self._on_drained(local_rank)
+        self._remains.drained(local_rank)
         self._clear()
+
+    def _swept_alone(self, local_rank: int, left: tuple[str, ...]) -> None:
+        self._desk.tell_unkillable(left)
+        self._feed(group.SweptAlone((local_rank,)))
+
+    def _said(self, local_rank: int, message: link.FromWorker) -> None:
+        self._feed(group.Said(local_rank, message))
+
+    def _unlinked(self, local_rank: int) -> None:
+        self._feed(group.Unlinked(local_rank))
 
     def _ask(self, local_ranks: tuple[int, ...]) -> None:
         for local_rank in local_ranks:
-            os.kill(self._group.alive[local_rank], self._config.shutdown_signal)
-            os.kill(self._group.alive[local_rank], signal.SIGCONT)  # a frozen worker takes it only when it runs
+            if pid := self._group.alive.get(local_rank):
+                os.kill(pid, self._config.shutdown_signal)
+                os.kill(pid, signal.SIGCONT)  # a frozen worker takes it only when it runs
 
     def _sweep_done(self, left: tuple[str, ...]) -> None:
         self._swept = left

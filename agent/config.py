@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from hyperpodrun.agent.wire.launch import Program
+from hyperpodrun.agent.wire.rungs import Rules
 
 StartMethod = Literal["forkserver", "spawn"]
 NumaBinding = Literal["node", "socket", "exclusive", "core-complex"]
@@ -49,6 +50,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     nproc_per_node: int = 1
     role: str = "default"
     max_restarts: int = 0
+    max_restarts_given: bool = False
+    """False: nobody named a number. With `inprocess_restart` other limits hold then (policy/escalation.py)."""
     restart_window_s: float = 3600.0
     max_node_failures: int | None = None
     start_method: StartMethod = "forkserver"
@@ -76,6 +79,14 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_signal: int = 15
     shutdown_timeout_s: float = 30.0
     exit_skew_timeout_s: float = 300.0
+    inprocess_restart: bool = False
+    """Workers with a wrapped function are restarted inside their processes."""
+    inprocess_timeout_s: float = 120.0
+    """So long after a fault all ranks of the node must be at the restart barrier."""
+    abort_timeout_s: float = 60.0
+    """So long one rank may take from the interrupt to the barrier."""
+    hang_timeout_s: float | None = None
+    """No progress for so long is a fault; None: nobody looks."""
     pre_train_script: str | None = None
     pre_train_args: tuple[str, ...] = ()
     post_train_script: str | None = None
@@ -85,3 +96,12 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: this node alone is the job."""
     notes: tuple[str, ...] = ()
     """Sentences to tell the user once at the start (options that are not active yet, or cannot be honoured)."""
+
+    def rules(self) -> Rules:
+        """What faults may cost, and how they may be healed."""
+        return Rules(
+            inprocess=self.inprocess_restart,
+            max_restarts=self.max_restarts if self.max_restarts_given or not self.inprocess_restart else None,
+            max_node_failures=self.max_node_failures,
+            window_s=self.restart_window_s,
+        )

@@ -27,7 +27,7 @@ class _State(Enum):
 
 
 class FirstFailure:
-    """`tell` is for the mesh, `ship(text)` for rank 0's node, `pass_on` for the job core."""
+    """`tell` is for the mesh, `ship(text)` for rank 0's node."""
 
     def __init__(
         self,
@@ -35,13 +35,11 @@ class FirstFailure:
         desk: FailureDesk,
         tell: Callable[[Verdict], None],
         ship: Callable[[str], None],
-        pass_on: Callable[[Verdict], None],
     ) -> None:
         self._reactor = reactor
         self._desk = desk
         self._tell = tell
         self._ship = ship
-        self._pass_on = pass_on
         self._timer: Timer | None = None
         self.begin()
 
@@ -51,13 +49,16 @@ class FirstFailure:
         self._end: End | None = None
         self._drained = False
         self._words = Verdict(1)
-        self._over: Verdict | None = None
+        self._pass_on: Callable[[], None] | None = None
 
     def failed(self, end: End) -> None:
         """A rank failed, the first one here."""
         if self._state is _State.QUIET:
             self._end = end
             self._to(_State.READING, READ_S, self._read)
+            if end.fault is not None or end.why:  # its own words came with it
+                self._drained = True
+                self._read()
 
     def drained(self, local_rank: int) -> None:
         """All that this rank wrote has been read."""
@@ -69,9 +70,9 @@ class FirstFailure:
         elif self._state is _State.TOLD:
             self._ship(self._desk.first_report(self._end))
 
-    def over(self, verdict: Verdict) -> None:
-        """The attempt is over and nothing of it is left."""
-        self._over = verdict
+    def over(self, verdict: Verdict, pass_on: Callable[[], None]) -> None:
+        """The attempt is over and nothing of it is left, or its workers wait at the restart barrier: `pass_on` tells the job core."""
+        self._pass_on = pass_on
         if self._state is _State.READING:
             self._read()
         elif self._state is _State.QUIET and verdict.code:
@@ -98,15 +99,15 @@ class FirstFailure:
     def _say(self) -> None:
         self._to(_State.TOLD)
         self._tell(self._words)
-        if self._end is not None and (self._drained or self._over is not None):
+        if self._end is not None and (self._drained or self._pass_on is not None):
             self._drained = True
             self._ship(self._desk.first_report(self._end))
         self._pass_it_on()
 
     def _pass_it_on(self) -> None:
-        verdict, self._over = self._over, None
-        if verdict is not None:
-            self._pass_on(verdict)
+        pass_on, self._pass_on = self._pass_on, None
+        if pass_on is not None:
+            pass_on()
 
     def _to(self, state: _State, limit_s: float | None = None, then: Callable[[], None] = lambda: None) -> None:
         self._state = state

@@ -22,6 +22,7 @@ from hyperpodrun.agent.mesh_farewell import Farewell
 from hyperpodrun.agent.mesh_network import REPORT_BYTES, Envelope, MeshNetwork, slot_of
 from hyperpodrun.agent.mesh_start import MeshStart, Place
 from hyperpodrun.agent.mesh_worlds import Worlds
+from hyperpodrun.agent.policy.escalation import decide
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.status import MeshStatus
@@ -47,7 +48,7 @@ class Listener(Protocol):
 
     def placed(self, port: int, vote_path: str) -> None: ...
     def start_here(self, world: World) -> None: ...
-    def stop_here(self, generation: int, kill: bool) -> None: ...
+    def stop_here(self, generation: int, kill: bool, in_place: bool) -> None: ...
     def job_over(self, code: int, reason: str) -> None: ...
     def view_changed(self) -> None: ...
     def others_done(self, generation: int) -> None: ...
@@ -162,7 +163,12 @@ class MeshDriver:
         if view is None or view.mode != "closed":
             self._farewell.at_once(lambda: self._close_now(then))
             return
-        theirs = bool(view.exit_code) and self.slot == view.order[0] and f" {self.slot} failed" not in view.reason
+        theirs = (
+            bool(view.exit_code)
+            and view.reason.startswith("workers of ")
+            and self.slot == view.order[0]
+            and f" {self.slot} failed" not in view.reason
+        )
         self._farewell.begin(awaits_report=theirs, on_gone=lambda: self._close_now(then))
 
     # --- beginning
@@ -214,7 +220,7 @@ class MeshDriver:
             addresses=network.addresses,
         )
         self._node = Node(
-            self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote, first_start=self._first_start
+            self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote, self._first_start, decide
         )
         if self._node.view is not None:  # the vote file's: this agent, or the one before it, died
             self._view = self._node.view
@@ -237,7 +243,7 @@ class MeshDriver:
             roster=place.named if len(place.named) == slots else (),
             first_contact=place.named[0] if place.named else place.slot,
             elastic_now=mesh.elastic_join_now,
-            max_restarts=config.max_restarts,
+            rules=config.rules(),
             join_window_ns=int(mesh.join_window_s * 1e9),
             heartbeat_ns=heartbeat_ms * 1_000_000,
             misses=misses,
@@ -337,8 +343,8 @@ class MeshDriver:
                 self._votes.write(vote)
             case fx.Adopt(view):
                 self._adopt(view)
-            case fx.StopWorkers(generation, kill):
-                self._listener.stop_here(generation, kill)
+            case fx.StopWorkers(generation, kill, _, in_place):
+                self._listener.stop_here(generation, kill, in_place)
             case fx.StartWorkers(view):
                 assert self._worlds is not None
                 self._listener.start_here(self._worlds.world(view))
@@ -367,7 +373,7 @@ class MeshDriver:
         worlds.adopt(view)
         network.link(view.members)
         slots = {*node.bootstrap.slots(), self.slot}
-        line = mesh_words.adopted(view, self._view, self.slot, self._config.min_nodes, self._config.max_restarts, slots)
+        line = mesh_words.adopted(view, self._view, self.slot, self._config.min_nodes, self._config.rules().max_restarts, slots)
         self._view, self._view_at = view, time.time()
         if line:
             self._say(line)

@@ -30,7 +30,9 @@ def never_met(here: Collection[str], missing: Collection[str], min_nodes: int, l
     )
 
 
-def adopted(view: View, before: View | None, me: str, min_nodes: int, max_restarts: int, slots: Collection[str]) -> str | None:
+def adopted(
+    view: View, before: View | None, me: str, min_nodes: int, max_restarts: int | None, slots: Collection[str]
+) -> str | None:
     """A new view; None when nothing changed that people would ask about. `slots`: all that this job is known to have."""
     here = [member.node for member in view.members]
     if view.mode == "closed" or (before is not None and before.number == view.number):
@@ -47,7 +49,7 @@ def adopted(view: View, before: View | None, me: str, min_nodes: int, max_restar
         of = f" of {len(here)}" if len(here) > len(view.order) else ""
         text = (
             f"view {view.number}: world {view.generation} on {len(view.order)}{of} nodes, rank 0 on {view.order[0]}, "
-            f"restart {view.restarts} of {max_restarts}: {view.reason}"
+            f"restart {view.restarts}{'' if max_restarts is None else f' of {max_restarts}'}: {view.reason}"
         )
         return f"{text}; this node is standing by" if standby else text
     if standby and me in before.order:
@@ -68,7 +70,10 @@ def no_majority(view: View, silent: Collection[str], lease_s: float) -> str:
 
 def dropped() -> str:
     """The others went on without this agent."""
-    return "the other nodes went on without this one (they could not reach it): its workers are ended, and it joins again"
+    return (
+        "the other nodes went on without this one (they could not reach it, or its workers failed again and again): "
+        "its workers are ended, and it joins again"
+    )
 
 
 def same_wish(one: str, other: str, wish: int) -> str:

@@ -31,6 +31,8 @@ AGENT_LAYERS = {
     "keeper": 6,
     "failure": 6,
     "attempt": 7,
+    "remains": 5,
+    "worker_links": 6,
     "mesh_slots": 1,
     "vote_file": 1,
     "mesh_words": 2,
@@ -42,7 +44,14 @@ AGENT_LAYERS = {
     "first_failure": 7,
     "agent": 8,
 }
-PURE = ("agent/policy", "agent/mesh", "agent/workers/group.py", "agent/workers/ladder.py", "agent/workers/lines.py")
+PURE = (
+    "agent/policy",
+    "agent/mesh",
+    "agent/workers/group.py",
+    "agent/workers/recall.py",
+    "agent/workers/ladder.py",
+    "agent/workers/lines.py",
+)
 PURE_MAY_IMPORT = {"msgspec"}
 
 

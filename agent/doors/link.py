@@ -237,27 +237,26 @@ class LinkDoor:
     def _admit(self, opened: socket.socket) -> None:
         pid, uid, _ = _CREDENTIALS.unpack(opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         local_rank, main = self._whose(pid) if uid in (0, os.geteuid()) else (None, False)
-        if local_rank is None:
-            opened.close()
-            process = family.read_process(pid)
-            if process is not None:  # else it is gone, which is no matter for anybody
-                name = process.name.encode("unicode_escape").decode()
-                who = f"{name!r} (pid {pid}, uid {uid})"
-                self._complaints.about(
-                    "stranger", f"{who} was refused at the workers' link: it is no process of a worker of this job"
-                )
-            return
         known = sum(c.local_rank == local_rank and c.main is main for c in self._connections)
-        if known >= MOST_BELOW:
+        if local_rank is None:
+            self._tell_stranger(pid, uid)
             opened.close()
+        elif known >= MOST_BELOW:
+            which = f"a process of local rank {local_rank} (pid {pid})"
+            self._complaints.about(f"many {local_rank}", f"{which} was refused: {known} links are open there")
+            opened.close()
+        else:
+            opened.setblocking(False)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            self._connections[Connection(self, opened, pid, local_rank, main)] = None
+
+    def _tell_stranger(self, pid: int, uid: int) -> None:
+        process = family.read_process(pid)
+        if process is not None:  # else it is gone, which is no matter for anybody
+            who = f"{process.name.encode('unicode_escape').decode()!r} (pid {pid}, uid {uid})"
             self._complaints.about(
-                f"many {local_rank}",
-                f"a process of local rank {local_rank} (pid {pid}) was refused: {known} links are open there",
+                "stranger", f"{who} was refused at the workers' link: it is no process of a worker of this job"
             )
-            return
-        opened.setblocking(False)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        self._connections[Connection(self, opened, pid, local_rank, main)] = None
 
     def _whose(self, pid: int) -> tuple[int | None, bool]:
         """The local rank of the worker to which a process belongs, and whether it is its main process."""

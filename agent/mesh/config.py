@@ -2,6 +2,8 @@
 
 import msgspec
 
+from hyperpodrun.agent.wire.rungs import Rules
+
 MS = 1_000_000
 S = 1_000_000_000
 
@@ -21,13 +23,14 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     """--elastic-join now: a joiner restarts the world at once; else it waits for the next restart."""
     tiebreak: str = ""
     """Named by the operator; "": rank 0's node."""
-    max_restarts: int = 1 << 30
+    rules: Rules = Rules()
+    """What faults may cost, and how they are healed (policy/escalation.py)."""
 
     rings: int = 10
     heartbeat_ns: int = 250 * MS
     phase_ns: int = 0
     """Rounds begin this long after multiples of their interval. Where it is the same moment everywhere (the driver takes the wall
-    clock's), a node hears all its subjects in one wake-up; nothing rests on it."""
+    clock's), a node hears all its subjects in one wake-up; nothing of the agreement rests on it."""
     misses: int = 3
     """A silent peer is accused after heartbeat x misses x (health score + 1)."""
     stalled_ns: int = 3 * S
@@ -67,6 +70,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest way to the restart barrier: shutdown timeout and abort timeout included."""
     leave_ns: int = 5 * S
     """A leaver waits so long for the view without it."""
+
+    def wall_s(self, now: int) -> int:
+        """The time of day, as far as `phase_ns` gives it, in seconds: only budgets over hours are counted in it."""
+        return (now - self.phase_ns) // S
 
     def next_round_ns(self, now: int, every_ns: int) -> int:
         """The next beginning of a round."""

@@ -119,13 +119,14 @@ def choose(agent: Node, now: int, promises: Mapping[str, Promise]) -> View | Non
         unready=reports.nodes("unready"), certified=reports.nodes("dead"),
         leaving=reports.nodes("leaving"), finished=reports.nodes("finished"),
         joiners=tuple(j for j in reports.joiners(now, barred(agent)) if j.source in agent.acked),
-        failures=reports.of("failed"), restarts=reports.of("restart"),
+        failures=reports.of("failed"), restarts=reports.of("restart") + reports.of("revived"),
+        now_s=agent.config.wall_s(now),
         started=agent.barrier.state == "gone", fence_over=agent.works.fence_over(now), settled=agent.works.settled(now),
     )  # fmt: skip
     if agent.agreement.recovering:
         roll = of_all(agent, roll, promises)
     floor = max((agent.agreement.floor, *(report.code for report in reports.of("restart"))))
-    nxt = in_epoch(successor(agent.config, view, agent.digest, roll), max(agent.agreement.epoch, floor))
+    nxt = in_epoch(successor(agent.config, view, agent.digest, roll, agent.decide), max(agent.agreement.epoch, floor))
     return past_the_lost(nxt) if agent.agreement.recovering or floor > view.epoch else nxt
 
 

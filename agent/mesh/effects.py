@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from hyperpodrun.agent.wire.mesh import Message, View, Vote
+from hyperpodrun.agent.wire.rungs import UNKNOWN, Asked, Symptoms
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -34,15 +35,20 @@ class Adopt(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopWorkers(msgspec.Struct, frozen=True, gc=False):
-    """End the workers of `generation` and before, then tell `WorkersGone`. `kill`: without grace (fence, eviction)."""
+    """End the workers of `generation` and before, then tell `WorkersGone`. `kill`: without grace (fence, eviction).
+
+    `in_place`: live workers that can are to go to the restart barrier instead of ending; where none can, all end. Said again without
+    it when the processes are to end after all.
+    """
 
     generation: int
     kill: bool
     cause: str
+    in_place: bool = False
 
 
 class StartWorkers(msgspec.Struct, frozen=True, gc=False):
-    """Start this node's workers of the view's generation."""
+    """Start this node's workers of the view's generation; those that wait at the restart barrier go on in it."""
 
     view: View
     cause: str
@@ -93,17 +99,19 @@ class Connected(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkersGone(msgspec.Struct, frozen=True, gc=False):
-    """The answer to StopWorkers: no worker of `generation` or before runs here."""
+    """The answer to StopWorkers: no worker of `generation` or before runs here. `parked`: live ones wait at the restart barrier."""
 
     generation: int
+    parked: bool = False
 
 
 class WorkersFailed(msgspec.Struct, frozen=True, gc=False):
-    """A worker of `generation` failed here."""
+    """A worker of `generation` failed here; also while that generation is still on its way to the barrier."""
 
     generation: int
     code: int
     detail: str
+    symptoms: Symptoms = UNKNOWN
 
 
 class WorkersFinished(msgspec.Struct, frozen=True, gc=False):
@@ -117,9 +125,10 @@ class LeaveAsked(msgspec.Struct, frozen=True, gc=False):
 
 
 class RestartAsked(msgspec.Struct, frozen=True, gc=False):
-    """A person asks for a restart of the world."""
+    """Somebody asks for a restart of the world, by `rung` at least; it is nobody's fault."""
 
     detail: str
+    rung: Asked = ""
 
 
 class CertifyDead(msgspec.Struct, frozen=True, gc=False):

@@ -46,6 +46,7 @@ from hyperpodrun.agent.mesh.lease import Lease
 from hyperpodrun.agent.mesh.quorum import is_genesis_quorum, is_quorum, is_recovery_quorum
 from hyperpodrun.agent.mesh.reports import Reports
 from hyperpodrun.agent.mesh.rings import Rings, rings
+from hyperpodrun.agent.mesh.succession import plain
 from hyperpodrun.agent.mesh.view import brief_of, digest_of
 from hyperpodrun.agent.mesh.voice import DIRECT
 from hyperpodrun.agent.mesh.works import Works
@@ -63,16 +64,26 @@ from hyperpodrun.agent.wire.mesh import (
     View,
     Vote,
 )
+from hyperpodrun.agent.wire.rungs import Decide, Symptoms
 
 
 class Node:
     """`me.incarnation` is replaced by the vote file's where there is one. `seed`: of this agent's own random numbers.
-    `first_start`: false when the driver knows, or cannot exclude, that this slot's launcher ran in this job before (A10)."""
+    `first_start`: false when the driver knows, or cannot exclude, that this slot's launcher ran in this job before (A10).
+    `decide`: which rung follows a fault; the same function for all agents of a job."""
 
     def __init__(
-        self, config: MeshConfig, me: Member, seed: int, now: int, vote: Vote | None = None, first_start: bool = True
+        self,
+        config: MeshConfig,
+        me: Member,
+        seed: int,
+        now: int,
+        vote: Vote | None = None,
+        first_start: bool = True,
+        decide: Decide = plain,
     ) -> None:
         self.config = config
+        self.decide = decide
         self.rng = random.Random(seed)
         incarnation = vote.incarnation if vote is not None else me.incarnation
         self.member = msgspec.structs.replace(me, incarnation=incarnation)
@@ -117,7 +128,7 @@ class Node:
         if vote is not None and vote.view is not None:
             standing.settle(self, now, vote.view, digest_of(vote.view), vote, True)
             if vote.view.mode == "run" and me.node in vote.view.order:
-                voice.say(self, now, "restart", f"the agent of {me.node} was restarted")
+                voice.say(self, now, "revived", f"the agent of {me.node} was restarted")
         else:
             self.agreement.begin(now, None, "", vote)
             self.first.append(Persist(self.agreement.vote()))
@@ -258,7 +269,7 @@ class Node:
         if view is not None and not self.ended:
             effects += self.barrier.advance(now, self.here)
             if (
-                self.barrier.state == "gone" and self.works.state == "none" and self.works.generation < view.generation
+                self.barrier.state == "gone" and self.works.idle and self.works.generation < view.generation
                 and self.lease.valid(now) and not self.is_leaving
             ):  # fmt: skip
                 effects += self.works.start(view, self.cause(now, f"start generation {view.generation}"))
@@ -301,16 +312,16 @@ class Node:
                 self.detector.connected(now, node, outcome == "refused")
                 if self.view is None:
                     self.bootstrap.connected(now, node, outcome == "refused")
-            case WorkersGone(generation):
-                return self._gone(now, generation)
-            case WorkersFailed(generation, code, detail):
-                if self._of_ours(generation):
-                    return voice.say(self, now, "failed", detail, code)
+            case WorkersGone(generation, parked):
+                return self._gone(now, generation, parked)
+            case WorkersFailed(generation, code, detail, symptoms):
+                if self._of_ours(generation) or self._on_its_way(generation):
+                    return voice.say(self, now, "failed", detail, code, symptoms)
             case WorkersFinished(generation):
                 if self._of_ours(generation):
                     return voice.say(self, now, "finished", "")
-            case RestartAsked(detail):
-                return voice.say(self, now, "restart", detail)
+            case RestartAsked(detail, rung):
+                return voice.say(self, now, "restart", detail, symptoms=Symptoms(rung=rung))
             case CertifyDead(node):
                 return voice.certify(self, now, node)
             case LeaveAsked():
@@ -321,8 +332,13 @@ class Node:
         view = self.view
         return view is not None and view.mode == "run" and view.generation == generation and self.works.state == "running"
 
-    def _gone(self, now: int, generation: int) -> list[Effect]:
-        if not self.works.gone(generation) or self.ended:
+    def _on_its_way(self, generation: int) -> bool:
+        """Whether this generation is decided and has not begun here."""
+        view = self.view
+        return view is not None and view.generation == generation and self.barrier.state in ("stopping", "ready")
+
+    def _gone(self, now: int, generation: int, parked: bool) -> list[Effect]:
+        if not self.works.gone(generation, parked) or self.ended:
             return []
         view = self.view
         if view is None:

@@ -98,16 +98,22 @@ def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
         agent.history.views.clear()
         agent.history.add(nxt, True)
     effects += (Persist(agent.agreement.vote()), Adopt(nxt, digest, cause))
-    if nxt.mode != "run" or nxt.generation != agent.works.generation:
-        effects += agent.works.stop(False, cause)
     fresh = before is None or before.generation != nxt.generation or before.mode != nxt.mode
-    agent.barrier.adopt(now, nxt, fresh, agent.works.state != "none", now + agent.config.fence_ns if nxt.ghosts else now)
+    if nxt.mode != "run" or (fresh and nxt.generation != agent.works.generation):
+        effects += agent.works.stop(False, cause, stays_in_place(agent, nxt, jumped))
+    agent.barrier.adopt(now, nxt, fresh, not agent.works.idle, now + agent.config.fence_ns if nxt.ghosts else now)
     if agent.agreement.floor and nxt.mode == "run":
         agent.barrier.reset()
         effects += voice.say(agent, now, "restart", "the view before a recovery is not run", agent.agreement.floor)
     if nxt.mode == "closed":
         effects += end(agent, now, nxt.exit_code, nxt.reason)
     return effects
+
+
+def stays_in_place(agent: Node, nxt: View, jumped: bool) -> bool:
+    """Whether processes here may stay: a decision that was missed may have replaced them."""
+    here = agent.member.node
+    return nxt.mode == "run" and nxt.restart == "inprocess" and here in nxt.order and here not in nxt.fresh and not jumped
 
 
 def floor_after(agent: Node, nxt: View) -> int:

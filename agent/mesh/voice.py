@@ -16,6 +16,7 @@ from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.mesh.view import member_of
 from hyperpodrun.agent.wire.mesh import Ack, Alert, Item, Report, ReportKind
 from hyperpodrun.agent.wire.mesh import Reports as ReportsMsg
+from hyperpodrun.agent.wire.rungs import UNKNOWN, Symptoms
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh.node import Node
@@ -34,11 +35,11 @@ def accuse(agent: Node, now: int, subject: str, down: bool, loud: bool) -> list[
     return tell(agent, (alert,))
 
 
-def say(agent: Node, now: int, kind: ReportKind, detail: str, code: int = 0) -> list[Effect]:
+def say(agent: Node, now: int, kind: ReportKind, detail: str, code: int = 0, symptoms: Symptoms = UNKNOWN) -> list[Effect]:
     """Make a report of this agent's own, to be repeated until dealt with."""
     if agent.view is None:
         return []
-    report = Report(kind, agent.member.source, agent.view.generation, code, detail)
+    report = Report(kind, agent.member.source, agent.view.generation, code, detail, symptoms=symptoms)
     agent.reports.mine[kind] = report
     agent.repeat_gap_ns = agent.config.hello_ns
     agent.repeat_ns = now + agent.repeat_gap_ns

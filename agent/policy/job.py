@@ -67,6 +67,12 @@ class AttemptOver(msgspec.Struct, frozen=True):
     final: bool = False
 
 
+class AttemptBack(msgspec.Struct, frozen=True):
+    """The generation is over and its workers wait at the restart barrier, or are gone. `code` as in AttemptOver."""
+
+    code: int
+
+
 class StopSignal(msgspec.Struct, frozen=True):
     """A signal that ends the job. `at_once`: without the grace (its default action was asked for, or the keeper is gone)."""
 
@@ -74,7 +80,7 @@ class StopSignal(msgspec.Struct, frozen=True):
     at_once: bool = False
 
 
-Event = Begin | ScriptEnded | AttemptOver | StopSignal
+Event = Begin | ScriptEnded | AttemptOver | AttemptBack | StopSignal
 
 # --- effects
 
@@ -92,9 +98,12 @@ class EndScript(msgspec.Struct, frozen=True):
 
 
 class RunAttempt(msgspec.Struct, frozen=True):
-    """Start all workers; answer with `AttemptOver`."""
+    """Start all workers (`in_place`: those that wait at the barrier go on, and the missing are started); answer with `AttemptOver`,
+    or `AttemptBack`.
+    """
 
     restart_count: int
+    in_place: bool = False
 
 
 class StopAttempt(msgspec.Struct, frozen=True):
@@ -104,10 +113,14 @@ class StopAttempt(msgspec.Struct, frozen=True):
 
 
 class Restarting(msgspec.Struct, frozen=True):
-    """To be told: another attempt follows. `left`: restarts that remain; `free`: this one was not counted."""
+    """To be told: another attempt follows. `left`: restarts that remain; `free`: this one was not counted. `in_place`: as this
+    generation, with the processes that are there.
+    """
 
     left: int
     free: bool
+    in_place: bool = False
+    generation: int = 0
 
 
 class GivingUp(msgspec.Struct, frozen=True):
@@ -159,6 +172,8 @@ class Job:
             case AttemptOver() if self._attempt_runs:
                 self._attempt_runs = False
                 return self._attempt_over(event)
+            case AttemptBack() if self._attempt_runs and self.stopped_by is None:
+                return self._attempt_back()
             case StopSignal(number, at_once):
                 return self._stop(number, at_once, now_s)
         return []
@@ -218,6 +233,13 @@ class Job:
             return [GivingUp(reason), *self._end(event.code)]
         self.restart_count += 1
         return [Restarting(self.restarts.left, free), *self._next_attempt()]
+
+    def _attempt_back(self) -> list[Effect]:
+        if not self.restarts.spend():
+            return [StopAttempt(kill=False)]  # `AttemptOver` follows, and nothing can be spent then either
+        self.restart_count += 1
+        told = Restarting(self.restarts.left, free=False, in_place=True, generation=self.restart_count)
+        return [told, RunAttempt(self.restart_count, in_place=True)]
 
     def _stop(self, number: int, at_once: bool, now_s: float) -> list[Effect]:
         if self.state is State.ENDED:

@@ -13,7 +13,7 @@ after `for_ms` |
 | partition | one side | | both directions between the sides |
 | loss | | per cent | every message may be lost |
 | delay | | ms | every message takes up to so much longer |
-| fail | who | | a worker fails there |
+| fail | who | symptoms | a worker fails there; how, says `SYMPTOMS` |
 | stuck | who | | workers do not end when asked (killing still works) |
 | finish | | | all workers that run end well |
 | leave | who | | asked to leave; comes back after `for_ms` (0: never) as a new agent |
@@ -28,6 +28,7 @@ from typing import Literal
 import msgspec
 
 from hyperpodrun.agent.mesh.config import MeshConfig
+from hyperpodrun.agent.wire.rungs import Rules, Symptoms
 
 Kind = Literal[
     "crash",
@@ -58,6 +59,13 @@ class Fault(msgspec.Struct, frozen=True):
     for_ms: int = 0
     value: int = 0
 
+
+SYMPTOMS = (
+    Symptoms(rank=0, in_place=True), Symptoms(rank=0, in_place=True, progressed=False), Symptoms(rank=1, in_place=True),
+    Symptoms(rank=0), Symptoms(rank=0, in_place=True, rung="node"), Symptoms(rank=0, in_place=True, rung="all"),
+    Symptoms(rank=0, in_place=True, rung="replace"), Symptoms(rank=0, in_place=True, rung="end"), Symptoms(final=True),
+)  # fmt: skip
+"""How a worker fails, by the value of the fault."""
 
 LEAVING_MS = 7000
 """Longest time from being asked to leave to being gone; only then a slot may come back."""
@@ -106,10 +114,14 @@ def random_config(rng: random.Random, low: int, high: int) -> MeshConfig:
     closed = rng.random() < 0.8
     short = rng.random() < 0.7
     second = 1_000_000_000
+    rules = Rules(
+        inprocess=rng.random() < 0.6, max_node_failures=rng.choice((None, None, None, None, None, 3)),
+        max_rank_faults=rng.choice((1, 2, 3)),
+    )  # fmt: skip
     return MeshConfig(
         slots=slots, min_nodes=least, max_nodes=most, roster=nodes if closed else (), first_contact=nodes[0],
         elastic_now=rng.random() < 0.7, lease_ns=(4 if short else 15) * second, fence_ns=(5 if short else 16) * second,
-        barrier_ns=rng.choice((3, 120)) * second,
+        barrier_ns=rng.choice((3, 120)) * second, rules=rules,
     )  # fmt: skip
 
 
@@ -145,6 +157,11 @@ def random_schedule(seed: int, low: int, high: int) -> Schedule:
         elif kind == "stuck":
             faults.append(Fault(at, kind, (who,), span))
             faults.append(Fault(at + rng.choice((0, 50)), "restart", (rng.choice(nodes),)))
+        elif kind == "fail":
+            # Most are followed by others: what has been tried shows only then.
+            for wait in rng.choice(((0,), (0, 30), (0, 300), (0, 700, 1500), (0, 400, 800, 1200, 1600))):
+                how = rng.choice((0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 6)) if rng.random() < 0.96 else rng.choice((7, 8))
+                faults.append(Fault(at + wait, kind, (who if rng.random() < 0.7 else rng.choice(nodes),), 0, how))
         elif kind == "falter":
             faults.append(Fault(at, kind, (), rng.choice((1000, 1300)), rng.randint(0, 2 * len(nodes))))
             if rng.random() < 0.7:

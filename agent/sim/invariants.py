@@ -18,10 +18,10 @@ from hyperpodrun.agent.sim import oracle
 from hyperpodrun.agent.wire.mesh import ZERO, AcceptedMsg, Ballot, Promise, Source, View, Vote
 
 if TYPE_CHECKING:
-    from hyperpodrun.agent.sim.world import Host, World
+    from hyperpodrun.agent.sim.hosts import Generation, Host
+    from hyperpodrun.agent.sim.world import World
 
 Place = tuple[str, int, int]
-World_ = tuple[str, int]
 
 
 class Violation(AssertionError):
@@ -39,10 +39,10 @@ class Invariants:
         self._accepted: dict[str, set[str]] = {}
         self._acceptors: dict[str, set[Source]] = {}
         self._votes: dict[tuple[Source, str], Ballot] = {}
-        self._order: dict[World_, tuple[str, ...]] = {}
-        self._born: dict[World_, int] = {}
-        self._made: dict[World_, str] = {}
-        self._started: dict[World_, str] = {}
+        self._order: dict[Generation, tuple[str, ...]] = {}
+        self._born: dict[Generation, int] = {}
+        self._made: dict[Generation, str] = {}
+        self._started: dict[Generation, str] = {}
 
     def persisted(self, host: Host, vote: Vote | None) -> None:
         """A vote file was written."""
@@ -155,23 +155,29 @@ class Invariants:
         stay = {m.source for m in view.members}
         slots = {m.node: m for m in view.members}
         excused = node.reports.nodes("leaving") | node.reports.nodes("unready")
+        excused |= {f.node for f in view.faults if f.rung == "replace" and f.rank != -1 and f.generation == node.view.generation}
+        if view.mode != "closed" and any(report.symptoms.final for report in node.reports.of("failed")):
+            raise Violation(f"A5 view {view.number} tries again what cannot help")
         for member in node.view.members:
             if member.source in stay or member.source not in answered or member.node in excused:
                 continue
             if counts.get(member.node, 0) < (8 * k + 9) // 10 and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
 
-    def started(self, world: World_) -> None:
-        """Workers of a generation start somewhere: no generation ever means two worlds, not even of a lost view (A11)."""
+    def started(self, world: Generation, in_place_on: str = "") -> None:
+        """Workers of a generation start somewhere: no generation ever means two worlds, not even of a lost view (A11).
+        `in_place_on`: there, in processes of an earlier one."""
         made = self._made[world]
+        if in_place_on and (self.views[made].restart != "inprocess" or in_place_on in self.views[made].fresh):
+            raise Violation(f"A8 {in_place_on} goes on with processes that were to be replaced")
         if self._started.setdefault(world, made) != made:
             raise Violation(f"I3 generation {world[1]} is used a second time")
         self.works_changed()
 
-    def works_changed(self, granted: World_ | None = None) -> None:
+    def works_changed(self, granted: Generation | None = None) -> None:
         """Workers started, or a permit was given (I3)."""
-        running: dict[World_, set[str]] = {}
-        permits: set[World_] = set()
+        running: dict[Generation, set[str]] = {}
+        permits: set[Generation] = set()
         for host in self._world.hosts.values():
             if host.works is not None and not host.frozen:
                 running.setdefault(host.works, set()).add(host.name)

@@ -6,7 +6,8 @@ there is to check.
 """
 
 from hyperpodrun.agent.sim import oracle
-from hyperpodrun.agent.sim.world import Host, World
+from hyperpodrun.agent.sim.hosts import Host
+from hyperpodrun.agent.sim.world import World
 from hyperpodrun.agent.wire.mesh import View
 
 CALM_MS = 6000

@@ -28,6 +28,9 @@ def world_after(config: MeshConfig, before: View, after: View) -> list[str]:
     here: dict[str, Member] = {m.node: m for m in after.members}
     was: dict[str, Member] = {m.node: m for m in before.members}
     standby = sorted(n for n in here if n not in before.order)
+    good = [n for n in standby if not offender(config, after, n)]
+    if len(good) + sum(n in here for n in before.order) >= config.min_nodes:
+        standby = good
     order: list[str] = []
     for place in before.order:
         if place in here:
@@ -44,6 +47,14 @@ def world_after(config: MeshConfig, before: View, after: View) -> list[str]:
             standby.remove(choice)
             order.append(choice)
     return order[: config.max_nodes]
+
+
+def offender(config: MeshConfig, view: View, node: str) -> bool:
+    """Its workers' faults were to be healed by replacing it, or it failed itself too often."""
+    mine = [fault for fault in view.faults if fault.node == node]
+    return (
+        any(f.rank != -1 and f.rung == "replace" for f in mine) or sum(f.rank == -1 for f in mine) >= config.rules.max_rank_faults
+    )
 
 
 def ranks(view: View) -> dict[int, str]:

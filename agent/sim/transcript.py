@@ -3,7 +3,7 @@
 A file is a head, a line of dashes, and what happened. The head:
 
     # what the run shows, with rule numbers
-    job slots=3 min=2 max=3 [open] [elastic=restart] [lease=4000] [barrier=120000]
+    job slots=3 min=2 max=3 [open] [inprocess] [elastic=restart] [lease=4000] [barrier=120000]
     starts n00@0 n01@10 n02@20
     fault 3000 power n01 for=2000 value=1
     end 9000
@@ -19,6 +19,7 @@ from hyperpodrun.agent.mesh.config import MS, MeshConfig
 from hyperpodrun.agent.sim.faults import Fault, Schedule, names
 from hyperpodrun.agent.sim.judge import complaint
 from hyperpodrun.agent.sim.world import World
+from hyperpodrun.agent.wire.rungs import Rules
 
 DASHES = "-" * 70
 
@@ -55,6 +56,7 @@ def _config(words: list[str]) -> MeshConfig:
         slots=slots, min_nodes=int(values["min"]), max_nodes=int(values["max"]), first_contact=names(1)[0],
         roster=() if "open" in words else names(slots), elastic_now=values.get("elastic", "now") == "now",
         barrier_ns=int(values.get("barrier", "120000")) * MS, lease_ns=lease_ms * MS, fence_ns=(lease_ms + 1000) * MS,
+        rules=Rules(inprocess="inprocess" in words),
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from hyperpodrun.agent.wire.rungs import UNKNOWN, Fault, Symptoms
+
 Role = Literal["active", "standby"]
 Mode = Literal["run", "hold", "closed"]
 Restart = Literal["none", "process", "inprocess"]
@@ -42,6 +44,10 @@ class View(msgspec.Struct, frozen=True, gc=False, array_like=True):
     position in the world; ranks are consecutive in it. `fence`: slots in which workers of an earlier world may still run,
     so that the right to write checkpoints is withheld ("" stands for slots without a known name). `ghosts`: the active sets
     of earlier worlds that may still be running *in full*. `restarts` counts the failures that cost the job a restart.
+
+    `restart`: how the workers of the view before end, if this one restarts the world; "inprocess": processes stay and go to the
+    barrier, where they can, but those of the nodes in `fresh` are replaced. `faults`: what the next decision about a rung remembers,
+    oldest first, bounded.
     """
 
     chain: str
@@ -59,6 +65,8 @@ class View(msgspec.Struct, frozen=True, gc=False, array_like=True):
     ghosts: tuple[tuple[str, ...], ...] = ()
     exit_code: int = 0
     reason: str = ""
+    fresh: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
 class Ballot(msgspec.Struct, frozen=True, gc=False, array_like=True, order=True):
@@ -117,16 +125,17 @@ class Alert(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="alert")
     loud: bool = False
 
 
-ReportKind = Literal["failed", "finished", "leaving", "restart", "unready", "join", "dead"]
+ReportKind = Literal["failed", "finished", "leaving", "restart", "revived", "unready", "join", "dead"]
 
 
 class Report(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="report"):
     """Something that the next view should take into account (M7).
 
-    failed    workers of `about` failed in `generation` with `code`
+    failed    workers of `about` failed in `generation` with `code`; `symptoms` says more
     finished  all workers of `about` ended well in `generation`
     leaving   `about` leaves in good order; its workers are already gone
-    restart   a person asked for a restart of `generation`
+    restart   a restart of `generation` is asked for, by `symptoms.rung` at least; it is nobody's fault
+    revived   the agent of `about` died in `generation`, its workers with it, and is back
     unready   `about` did not reach the barrier of `generation` in time
     join      `member` asks to be taken in
     dead      a person or the scheduler certifies that `about` is gone for good and runs nothing
@@ -138,6 +147,7 @@ class Report(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="report
     code: int = 0
     detail: str = ""
     member: Member | None = None
+    symptoms: Symptoms = UNKNOWN
 
 
 Item = Alert | Report

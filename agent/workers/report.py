@@ -21,6 +21,7 @@ LAST_LINES = 50
 LINE_CHARS = 2000
 """A longer line is cut: one line of binary noise must not fill the screen."""
 TRACEBACK_LINES = 80
+SHORT_LINES = 5
 OTHERS_SHOWN = 16
 FATAL_PREFIX = "Fatal Python error"
 
@@ -68,7 +69,9 @@ def headline(root: FailedRank, about: Circumstances) -> str:
     if end.unkillable:
         what = "could not be killed: the kernel holds it"
     elif end.hung:
-        what = f"was hung and had to be stopped ({ending(end.status)})"
+        what = f"was hung: {end.why}" if end.why else f"was hung and had to be stopped ({ending(end.status)})"
+    elif end.left:
+        what = f"failed: {plain(end.why)}" if end.why else "failed"
     line = f"rank {end.rank} (local rank {end.local_rank}, pid {end.pid}) on {about.host} {what}"
     line += f", {_seconds(end.at_s - about.started_at_s)} after the start"
     if about.restart_count:
@@ -161,6 +164,22 @@ def _others(root: FailedRank, others: Sequence[FailedRank]) -> list[str]:
     return lines
 
 
+def render_short(root: FailedRank, victims: int, about: Circumstances) -> str:
+    """A fault that is healed in place, in a few lines: the head line, the end of the traceback, what follows. `victims`: so many
+    other ranks failed because of it.
+    """
+    lines = [headline(root, about)]
+    traceback = _traceback(root)
+    if traceback:
+        lines += _indent(_lines(traceback, TRACEBACK_LINES)[-SHORT_LINES:])
+    elif not root.end.left and not root.end.hung:
+        lines += _last_output(root, beside_traceback=False)[-SHORT_LINES:]
+    if victims:
+        lines.append(f"{victims} other ranks failed by it" if victims > 1 else "another rank failed by it")
+    lines.append(about.next_step)
+    return "\n".join(lines)
+
+
 def _other(root: FailedRank, other: FailedRank) -> str:
     delay_s = other.end.at_s - root.end.at_s
     if abs(delay_s) < 0.05:
@@ -169,7 +188,7 @@ def _other(root: FailedRank, other: FailedRank) -> str:
         when = f"{_seconds(delay_s)} later" if delay_s > 0 else f"seen {_seconds(-delay_s)} earlier"
     if other.end.unkillable:
         return f"rank {other.end.rank} could not be killed: the kernel holds it"
-    line = f"rank {other.end.rank} {ending(other.end.status)}, {when}"
+    line = f"rank {other.end.rank} {'failed' if other.end.left else ending(other.end.status)}, {when}"
     if other.end.hung:
         return f"{line}: it was hung"
     if other.evidence.victim:

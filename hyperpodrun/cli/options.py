@@ -75,9 +75,7 @@ def _not_yet(effect: str) -> str:
     return f"checked, but not active in this release: {effect}"
 
 
-_INPROCESS = _not_yet("faults are answered by restarting processes")
 _ALONE = "this job has one node, so no other agent is contacted"
-_NOT_COUNTED = _not_yet("in a job of several nodes lost nodes are not counted")
 _HEALTH = _not_yet("nothing watches the GPUs during the run")
 _SERVER = _not_yet("no HTTP server is started")
 
@@ -164,11 +162,11 @@ OPTIONS: tuple[Option, ...] = (
         help="Restarts of the job before it is given up.",
     ),
     Option(
-        name="restart-window", origin="own", group=RESTARTS, kind=kinds.seconds(), default="3600", note_several=_NOT_COUNTED,
+        name="restart-window", origin="own", group=RESTARTS, kind=kinds.seconds(), default="3600",
         help="Time over which node failures are counted for --max-node-failures.",
     ),
     Option(
-        name="max-node-failures", origin="own", group=RESTARTS, kind=kinds.whole(0), unset="unlimited", note_several=_NOT_COUNTED,
+        name="max-node-failures", origin="own", group=RESTARTS, kind=kinds.whole(0), unset="unlimited",
         help="Node failures within the restart window before the job is given up.",
     ),
     Option(
@@ -257,15 +255,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     # In-process restart
     Option(
-        name="inprocess-restart", origin="own", group=INPROCESS, kind=kinds.FLAG, note=_INPROCESS,
+        name="inprocess-restart", origin="own", group=INPROCESS, kind=kinds.FLAG,
         help="Restart workers wrapped by HPWrapper inside their processes.",
     ),
     Option(
-        name="inprocess-timeout", origin="own", group=INPROCESS, kind=kinds.seconds(), default="120", note=_INPROCESS,
+        name="inprocess-timeout", origin="own", group=INPROCESS, kind=kinds.seconds(), default="120",
         help="All local ranks must be back at the restart barrier within this time, else processes are restarted.",
     ),
     Option(
-        name="abort-timeout", origin="own", group=INPROCESS, kind=kinds.seconds(), default="60", note=_INPROCESS,
+        name="abort-timeout", origin="own", group=INPROCESS, kind=kinds.seconds(), default="60",
         help="Longest time an in-process abort may take before the process is killed.",
     ),
     # Health
@@ -276,7 +274,6 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="hang-timeout", origin="own", group=HEALTH, kind=kinds.seconds(), unset="off",
-        note=_not_yet("hangs are not looked for"),
         help="Longest time without progress (heartbeat or collective) before it counts as a fault.",
     ),
     Option(

@@ -21,7 +21,8 @@ from hyperpodrun.agent.mesh.effects import Effect, Persist
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.mesh.view import digest_of
 from hyperpodrun.agent.sim.faults import Fault, Schedule
-from hyperpodrun.agent.sim.world import Host, World
+from hyperpodrun.agent.sim.hosts import Host
+from hyperpodrun.agent.sim.world import World
 from hyperpodrun.agent.wire.mesh import ZERO, Accepted, Go, Member, Message, Source, View, Vote
 
 SETTLED_MS = 3000
@@ -40,20 +41,20 @@ class Counted(World):
         self.received: Counter[str] = Counter()
         self.core_s: Counter[str] = Counter()
 
-    def _send(self, host: Host, to: str, message: Message) -> None:
+    def send(self, host: Host, to: str, message: Message) -> None:
         self.sent[host.name] += 1
-        super()._send(host, to, message)
+        super().send(host, to, message)
 
-    def _handle(self, host: Host, source: Source, message: Message) -> None:
+    def handle(self, host: Host, source: Source, message: Message) -> None:
         began_s = time.thread_time()
-        super()._handle(host, source, message)
+        super().handle(host, source, message)
         self.core_s[host.name] += time.thread_time() - began_s
         self.received[host.name] += 1
 
     def put(self, host: Host, effects: tuple[Effect, ...]) -> None:
         """Carry out what a node wants at the beginning, and wake it up when it is due."""
-        self._carry_out(host, effects)
-        self._wake(host)
+        self.carry_out(host, effects)
+        self.wake(host)
 
     def views(self) -> dict[str, View]:
         """Every view that was decided, by digest."""

@@ -4,14 +4,17 @@ import os
 import signal
 import sys
 
+import msgspec
 import pytest
 
 from hyperpodrun.agent.config import JobConfig, Streams
 from hyperpodrun.agent.health import gpus
 from hyperpodrun.agent.wire.launch import Program
+from hyperpodrun.agent.wire.rungs import Rules
 from hyperpodrun.cli import machine
 from hyperpodrun.cli.options import OPTIONS
 
+replace = msgspec.structs.replace
 NOTHING, OUT, ERR, BOTH = Streams(), Streams(stdout=True), Streams(stderr=True), Streams(stdout=True, stderr=True)
 
 
@@ -35,6 +38,7 @@ def test_all_values_arrive(launcher, tmp_path):
     assert job.python.endswith("/sh")
     assert job == JobConfig(
         program=Program("script", "train.py", ()), job_id="j", nproc_per_node=2, role="cook", max_restarts=3, restart_window_s=60,
+        max_restarts_given=True,
         max_node_failures=4, start_method="spawn", python=job.python, log_dir=str(tmp_path), redirects=(OUT, ERR),
         tee=(BOTH, BOTH),
         local_ranks_filter=frozenset({1}), duplicate_stdout_filters=("a,b", "c"), duplicate_stderr_filters=("d",),
@@ -52,6 +56,15 @@ def test_a_flag_beats_our_variable_which_beats_torchruns(launcher):
     assert launcher.job("train.py", PET_MAX_RESTARTS="3").max_restarts == 3
     assert launcher.job("train.py", HYPERPODRUN_MAX_RESTARTS="", PET_MAX_RESTARTS="3").max_restarts == 3
     assert launcher.job("train.py", HYPERPODRUN_MAX_RESTARTS="", PET_MAX_RESTARTS="").max_restarts == 0
+
+
+def test_restarts_in_place_are_bounded_by_a_number_only_where_one_is_given(launcher):
+    assert launcher.job("train.py").rules() == Rules(max_restarts=0)
+    job = launcher.job("--restart-window=60", "--max-node-failures=4", "train.py")
+    wanted = Rules(inprocess=True, max_node_failures=4, window_s=60)
+    assert replace(job, inprocess_restart=True).rules() == wanted
+    given = launcher.job("train.py", PET_MAX_RESTARTS="0")
+    assert replace(given, inprocess_restart=True).rules() == Rules(inprocess=True, max_restarts=0)
 
 
 def test_torchruns_variable_for_the_grace_is_the_weakest(launcher):
@@ -184,7 +197,7 @@ ALONE = {
     "peers": "127.0.0.1", "mesh-port": "0", "elastic-join": "now", "failure-detector": "lax", "insecure-mesh": "1",
     "rdzv-endpoint": "localhost:1", "rdzv-conf": "a=1", "job-secret-file": "",
 }  # fmt: skip
-SEVERAL = {"restart-window": "5", "max-node-failures": "3", "master-addr": "127.0.0.1", "rdzv-endpoint": "localhost:1"}
+SEVERAL = {"master-addr": "127.0.0.1", "rdzv-endpoint": "localhost:1"}
 TWO = ("--nnodes=2", "--peers=127.0.0.1:1,127.0.0.1:2")
 
 

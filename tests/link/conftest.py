@@ -161,7 +161,7 @@ def lone_agent(tmp_path):
 
 @pytest.fixture
 def worker():
-    """`worker(address, code or script)`: a process that runs that with the link's address; `line()` is what it prints, `end()` waits."""
+    """`worker(address, code or script)`: a process with the link's address; `line()` is what it prints, `end()` waits."""
     running = []
 
     def start(where, code):

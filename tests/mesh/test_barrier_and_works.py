@@ -88,3 +88,42 @@ def test_what_stops_is_only_killed_again() -> None:
     assert works.stop(False, "why") == [StopWorkers(5, False, "why")]
     assert works.stop(False, "why") == [] and works.stop(True, "why") == [StopWorkers(5, True, "why")]
     assert not works.gone(4) and works.gone(5) and works.stop(True, "why") == []
+
+
+def parked() -> Works:
+    works = Works(CONFIG)
+    works.start(VIEW, "cause")
+    assert works.stop(False, "why", in_place=True) == [StopWorkers(5, False, "why", True)]
+    assert not works.idle and works.gone(5, parked=True) and works.state == "parked" and works.idle
+    return works
+
+
+def test_parked_processes_stay_for_the_next_restart_in_place_and_end_with_any_other() -> None:
+    works = parked()
+    assert works.stop(False, "why", in_place=True) == [] and works.state == "parked"
+    assert works.stop(False, "why") == [StopWorkers(5, False, "why")] and not works.idle
+    assert works.gone(5) and works.state == "none"
+    assert parked().stop(True, "why", in_place=True) == [StopWorkers(5, True, "why")]
+
+
+def test_parked_processes_go_on_in_the_next_world() -> None:
+    works = parked()
+    works.start(msgspec.structs.replace(VIEW, generation=6), "cause")
+    assert (works.state, works.generation) == ("running", 6)
+
+
+def test_what_was_to_stay_is_ended_after_all_and_an_older_word_does_not_count() -> None:
+    works = Works(CONFIG)
+    works.start(VIEW, "cause")
+    works.stop(False, "why", in_place=True)
+    assert works.stop(False, "why") == [StopWorkers(5, False, "why")]
+    assert works.stop(False, "why", in_place=True) == [], "what ends is not called back"
+    assert not works.gone(5, parked=True) and works.state == "stopping"
+    assert works.gone(5) and works.state == "none"
+
+
+def test_where_nothing_can_stay_all_are_gone() -> None:
+    works = Works(CONFIG)
+    works.start(VIEW, "cause")
+    works.stop(False, "why", in_place=True)
+    assert works.gone(5) and works.state == "none"

@@ -19,6 +19,7 @@ from hyperpodrun.agent.mesh.effects import (
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.mesh.view import digest_of
 from hyperpodrun.agent.wire.mesh import NOWHERE, ZERO, Ballot, Chain, Decided, Heartbeat, Member, Prepare, Pull, View, Vote
+from hyperpodrun.agent.wire.rungs import Rules
 
 ALONE = MeshConfig(slots=1, min_nodes=1, max_nodes=1, roster=("a",), first_contact="a")
 PAIR = MeshConfig(slots=2, min_nodes=1, max_nodes=2, roster=("a", "b"), first_contact="a")
@@ -62,7 +63,10 @@ def test_alone_it_starts_at_once() -> None:
 
 def test_a_worker_failure_alone_restarts_and_the_budget_ends_the_job() -> None:
     node = Node(
-        MeshConfig(slots=1, min_nodes=1, max_nodes=1, roster=("a",), first_contact="a", max_restarts=1), Member("a", 1), 7, 0
+        MeshConfig(slots=1, min_nodes=1, max_nodes=1, roster=("a",), first_contact="a", rules=Rules(max_restarts=1)),
+        Member("a", 1),
+        7,
+        0,
     )
     run(node, 0, 1 * S)
     node.notify(1 * S, WorkersFailed(0, 3, "exit code 3"))
@@ -111,7 +115,7 @@ def test_restarted_with_its_file_it_is_who_it_was_and_tells_that_its_workers_are
     first = view_of(0, "", A, B)
     node = Node(PAIR, Member("a", 99), 7, 0, Vote(1, first))
     assert node.me().incarnation == 1 and node.view == first and node.agreement.spent
-    assert [r.detail for r in node.reports.of("restart")] == ["the agent of a was restarted"]
+    assert [r.detail for r in node.reports.of("revived")] == ["the agent of a was restarted"]
     assert node.works.state == "none"
 
 

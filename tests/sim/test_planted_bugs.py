@@ -28,6 +28,7 @@ from hyperpodrun.agent.mesh import (
 )
 from hyperpodrun.agent.mesh.agreement import Agreement
 from hyperpodrun.agent.mesh.effects import Persist, Send
+from hyperpodrun.agent.sim import world
 from hyperpodrun.agent.sim.__main__ import run_one
 from hyperpodrun.agent.sim.faults import random_schedule
 from hyperpodrun.agent.sim.transcript import DASHES, play
@@ -157,7 +158,7 @@ def lone_lease(mp: pytest.MonkeyPatch) -> None:
 
 
 def never_stops(mp: pytest.MonkeyPatch) -> None:
-    def stop(self: works.Works, kill: bool, cause: str) -> Any:
+    def stop(self: works.Works, kill: bool, cause: str, in_place: bool = False) -> Any:
         self.state = "none"
         return []
 
@@ -238,8 +239,8 @@ def decides_in_silence(mp: pytest.MonkeyPatch) -> None:
 
 
 def same_generation(mp: pytest.MonkeyPatch) -> None:
-    def make(config: Any, view: Any, digest: str, roll: Any) -> Any:
-        nxt = original(config, view, digest, roll)
+    def make(config: Any, view: Any, digest: str, roll: Any, decide: Any) -> Any:
+        nxt = original(config, view, digest, roll, decide)
         return nxt if nxt is None else msgspec.structs.replace(nxt, generation=view.generation)
 
     original = succession.successor
@@ -264,6 +265,43 @@ def mute_detector(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(detector.Detector, "_accuse", lambda *_: None)
 
 
+def final_retried(mp: pytest.MonkeyPatch) -> None:
+    def decide(situation: Any) -> Any:
+        harmless = [replace(i, symptoms=replace(i.symptoms, final=False)) for i in situation.incidents]
+        return original(replace(situation, incidents=tuple(harmless)))
+
+    replace, original = msgspec.structs.replace, world.decide
+    mp.setattr(world, "decide", decide)
+
+
+def keeps_all_processes(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(standing, "stays_in_place", lambda agent, nxt, jumped: nxt.mode == "run" and agent.member.node in nxt.order)
+
+
+def keeps_fresh(mp: pytest.MonkeyPatch) -> None:
+    def stays(agent: Any, nxt: Any, jumped: bool) -> bool:
+        return bool(original(agent, msgspec.structs.replace(nxt, fresh=()), jumped))
+
+    original = standing.stays_in_place
+    mp.setattr(standing, "stays_in_place", stays)
+
+
+def forgets_the_parked(mp: pytest.MonkeyPatch) -> None:
+    def stop(self: works.Works, kill: bool, cause: str, in_place: bool = False) -> Any:
+        return [] if self.state == "parked" else original(self, kill, cause, in_place)
+
+    original = works.Works.stop
+    mp.setattr(works.Works, "stop", stop)
+
+
+def prefers_offenders(mp: pytest.MonkeyPatch) -> None:
+    def make(config: Any, view: Any, members: Any, grow: bool, held_back: Any) -> Any:
+        return original(config, view, members, grow, ())
+
+    original = succession._world
+    mp.setattr(succession, "_world", make)
+
+
 BUGS = (
     Bug("a promise is told before it is on disk", "A2", without(Persist, "on_prepare")),
     Bug("an acceptance is told before it is on disk", "A2", without(Persist, "on_accept")),
@@ -276,25 +314,30 @@ BUGS = (
     Bug("a restarted agent forgets its votes", "A2", forgets_votes, seed=127),
     Bug("a dropped agent comes back under its old incarnation", "M5", old_name),
     Bug("votes count whatever view they are about", "A7", any_vote, seed=1),
-    Bug("the lease is longer than the fence", "A9", long_lease, seed=31),
-    Bug("any beat proves a quorum", "A9", lease_for_all, seed=31),
-    Bug("an agent gives itself a lease", "A9", lone_lease, seed=31),
+    Bug("the lease is longer than the fence", "A9", long_lease, seed=9),
+    Bug("any beat proves a quorum", "A9", lease_for_all, seed=9),
+    Bug("an agent gives itself a lease", "A9", lone_lease, seed=9),
     Bug("no fence after an unknown loss", "A9", no_fence, seed=31),
     Bug("old workers are not stopped", "A8", never_stops),
     Bug("GO before all are ready", "A8", hasty_go),
     Bug("a new incarnation joins while its old workers run", "A8", early_hello, seed=22),
-    Bug("no world is a ghost", "A8", returns(succession, "_ghosts", ()), nodes=(4, 6), seed=144),
+    Bug("no world is a ghost", "A8", returns(succession, "_ghosts", ()), nodes=(4, 6), seed=68),
     Bug("the accused are dropped though they answer", "A5", drops_accused, seed=8),
     Bug("whoever answered late is dropped", "A4", drops_everyone_silent),
     Bug("survivors change their ranks", "A6", shuffles),
     Bug("view 0 is formed without evidence", "A10", forms_at_will, seed=33),
-    Bug("a majority of the slots recovers", "A11", majority_recovers, nodes=(3, 8), seed=775),
+    Bug("a majority of the slots recovers", "A11", majority_recovers, nodes=(3, 8), seed=525),
     Bug("anybody forms view 0", "A10", anyone_forms),
     Bug("nobody hears of a decision", "M6", decides_in_silence),
     Bug("a restart keeps the generation", "A8", same_generation, seed=1),
     Bug("nobody is ever accused", "M2", mute_detector, seed=66),
     Bug("a restarted agent does not tell that its workers died", "M7", returns(voice, "say", []), seed=43),
     Bug("joins are not passed on", "M7", deaf_to_joins),
+    Bug("a final failure is retried", "A5", final_retried, seed=102),
+    Bug("processes stay that are to be replaced everywhere", "A8", keeps_all_processes),
+    Bug("processes of a node stay that are to be replaced there", "A8", keeps_fresh),
+    Bug("processes at the restart barrier are not ended", "A8", forgets_the_parked),
+    Bug("a repeat offender gets the place of a spare", "A6", prefers_offenders, seed=262),
 )  # fmt: skip
 
 MORE_SEEDS = 150
