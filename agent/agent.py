@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hyperpodrun.agent import family
+from hyperpodrun.agent import family, node_state
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
 TELL_GRACE_S = 1.0
+OLD_STATE_S = 5.0
+"""What long dead jobs left is looked for when the first workers are well on their way."""
 PORT_OF_THE_STORE = (
     "a rank wanted to listen on MASTER_PORT, where the launcher's own store listens: connect there, take another port, "
     "or set HPCT_USE_ROOTLESS=0, which leaves that port to rank 0"
@@ -139,6 +141,7 @@ class Agent:
             self.output.say(note)
         self.starter.prepare()
         self.open_link()
+        self.reactor.call_later(OLD_STATE_S, lambda: node_state.remove_old(config.job_id, self.node, self.output.say))
         self.advance(policy.Begin(reborn=self.link.deaths > 0))
         self.reactor.run()
         return self.code
@@ -427,6 +430,7 @@ class Agent:
     def ended(self, left: tuple[str, ...]) -> None:
         """Nothing runs any more."""
         self.desk.tell_unkillable(left)
+        node_state.end(self.config.job_id, self.node, self.code == 0, self.config.job_id_by_chance, self.output.say)
         self.cgroup.remove()
         if self.mesh is not None:
             self.mesh.close(lambda: self.output.finish(self.reactor.stop))

@@ -45,6 +45,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     program: Program
     job_id: str
+    job_id_by_chance: bool = False
+    """Nobody named the job, so it cannot be started again under this id."""
     min_nodes: int = 1
     max_nodes: int = 1
     nproc_per_node: int = 1

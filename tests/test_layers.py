@@ -15,7 +15,7 @@ AGENT_LAYERS = {
     "wire": 0,
     "config": 1,
     "family": 1,
-    "run_dir": 1,
+    "run_dir": 1, "node_state": 1,
     "orders": 1,
     "policy": 2,
     "health": 2,

@@ -52,9 +52,11 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
     log_dir = settings.find("log-dir", str)
     if log_dir is not None:
         machine.check_log_dir(log_dir, settings.source("log-dir"), create=not settings.on("dry-run"))
+    named, origin = job_id(settings, environment, _common_id(mesh) if mesh else chance_id)
     return JobConfig(
         program=what,
-        job_id=job_id(settings, environment, _common_id(mesh) if mesh else chance_id)[0],
+        job_id=named,
+        job_id_by_chance=origin == "chance" and mesh is None,
         min_nodes=nodes.minimum,
         max_nodes=nodes.maximum,
         nproc_per_node=workers,

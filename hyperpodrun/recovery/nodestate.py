@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from hyperpodrun.agent.wire import node_state
 from hyperpodrun.recovery import plan, shm
 from hyperpodrun.recovery.shard import Shard
 
@@ -52,6 +53,12 @@ class NodeState:
 
     def begin(self, step: int, names: Sequence[str]) -> None:
         """The state after `step` is in place (-1: a new one): what is newer will be lived again."""
+        try:
+            _hold(self._folder)
+        except OSError as error:
+            self._failure = error
+            self._failed()
+            return
         self._slots = {name: shm.Slots(self._folder, name) for name in names}
         for slots in self._slots.values():
             slots.forget_after(step)
@@ -107,6 +114,15 @@ class NodeState:
             self.off = True
             self._say(f"the node's shared memory holds no versions from now on: {self._failure.strerror or self._failure}")
         return self.off
+
+
+_held: dict[str, int] = {}
+
+
+def _hold(folder: str) -> None:
+    """Mark the folder as used by this process, until it ends."""
+    if folder not in _held or not os.path.exists(os.path.join(folder, "lock")):
+        _held[folder] = node_state.hold(folder)
 
 
 def _same(version: Shard) -> Shard:

@@ -12,7 +12,6 @@ Source: tmpfs(5), posix_fallocate(3), mmap(2); xxHash (XXH3, 64 bit).
 
 import mmap
 import os
-import re
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -24,8 +23,6 @@ import xxhash
 from hyperpodrun.recovery.codec import CodecError
 from hyperpodrun.recovery.shard import Layout, Shard
 
-BASE = "/dev/shm"
-PREFIX = "hyperpodrun-state"
 _HEAD = struct.Struct("<8sqQQQ16s")
 _MAGIC_WHOLE, _MAGIC_TORN = b"HPRstate", b"HPR-torn"
 _PAGE_BYTES = 4096
@@ -33,13 +30,6 @@ _PAGE_BYTES = 4096
 
 class NoRoom(OSError):
     """The shared memory is too small for two versions; says how much is needed and how to get it."""
-
-
-def folder_of(job_id: str, slot: str, base: str = BASE) -> str:
-    """Where a job's state on one node lies. Names of any length and letters."""
-    plain = re.sub(r"[^A-Za-z0-9._-]", "_", job_id)[:60]
-    tail = blake2b(f"{job_id}\0{slot}".encode(), digest_size=6).hexdigest()
-    return os.path.join(base, f"{PREFIX}-{os.getuid()}-{plain}-{tail}")
 
 
 class Slots:

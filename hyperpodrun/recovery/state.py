@@ -25,9 +25,10 @@ from typing import Any, Self
 
 import torch
 
+from hyperpodrun.agent.wire import node_state
 from hyperpodrun.inprocess.progress import note_step
 from hyperpodrun.inprocess.sections import update_section
-from hyperpodrun.recovery import memory, private, restoring, rng, shard, shm
+from hyperpodrun.recovery import memory, private, restoring, rng, shard
 from hyperpodrun.recovery.exchange import Exchange
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.nodestate import NodeState
@@ -111,7 +112,7 @@ class RecoverableState:
             self._seed_step(0)
             return 0
         needs = [key, *([f"common {key}"] if self._common else []), f"rank {where.rank}"]
-        self._node = NodeState(shm.folder_of(where.job_id, where.node), self._say) if self._copies >= 2 else None
+        self._node = NodeState(node_state.folder_of(where.job_id, where.node), self._say) if self._copies >= 2 else None
         on_node = (
             self._node.held([key, *(f"common {key}",), *(f"rank {rank}" for rank in range(where.world_size))])
             if self._node

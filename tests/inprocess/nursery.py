@@ -13,7 +13,7 @@ import traceback
 
 
 def main() -> None:
-    import torch  # noqa: F401
+    import torch
     import torch.distributed
     import torch.utils.data  # noqa: F401
 

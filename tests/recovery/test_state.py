@@ -1,7 +1,6 @@
 """A training loop goes on bit for bit after faults, whoever was lost."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 from gloo_job import run as run_gloo
 
-from hyperpodrun.recovery import shm
+from hyperpodrun.agent.wire import node_state
 
 JOB = r"""
 import hashlib, json, os, random, sys
@@ -135,7 +134,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
                 case "end", end:
                     found[name].append((step, source, end))
     yield found
-    for path in Path(shm.BASE).glob(f"{shm.PREFIX}-{os.getuid()}-test-{folder.name}*"):
+    for path in Path(node_state.BASE).glob(f"{node_state.prefix()}test-{folder.name}*"):
         shutil.rmtree(path)
 
 
