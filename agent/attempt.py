@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
+from hyperpodrun.agent.health.hang import HangWatch
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.remains import Remains
@@ -30,7 +31,7 @@ SLOW_S = 1.0
 
 
 class AttemptRunner:
-    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
+    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once, `on_further_failure` others,
     `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation whose workers wait at the
     barrier, `on_returned` the word that the function has returned on all ranks here.
 
@@ -53,6 +54,7 @@ class AttemptRunner:
         on_over: Callable[[Verdict], None],
         on_change: Callable[[], None],
         on_first_failure: Callable[[group.End], None],
+        on_further_failure: Callable[[group.End], None],
         on_drained: Callable[[int], None],
         on_back: Callable[[Verdict], None],
         on_returned: Callable[[], None],
@@ -73,12 +75,15 @@ class AttemptRunner:
         self._on_over = on_over
         self._on_change = on_change
         self._on_first_failure = on_first_failure
+        self._on_further_failure = on_further_failure
         self._on_drained = on_drained
         self._on_back = on_back
         self._on_returned = on_returned
         back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
         self.links = WorkerLinks(reactor, config, lambda: self._group.alive, self._said, self._unlinked)
+        self._hangs = HangWatch(config.hang_timeout_s)
+        self._hang_tick: Timer | None = None
         self._remains = Remains(sweeper, output.error_file, self._swept_alone)
         self._effects: deque[group.Effect] = deque()
         self._busy = False
@@ -102,6 +107,7 @@ class AttemptRunner:
         self._reason = ""
         self._failed_at_s = None
         self._desk.begin_attempt(world)
+        self._hangs.begin()
         self._feed(group.Start(self._config.nproc_per_node, world.generation))
 
     def go_on(self, world: World, store: tuple[str, int] | None = None, reason: str = "") -> None:
@@ -110,6 +116,7 @@ class AttemptRunner:
         self._store = store
         self._reason = reason
         self._desk.begin_attempt(world)
+        self._hangs.begin()
         self._feed(group.Reenter(world.generation))
         self._on_change()
 
@@ -125,7 +132,7 @@ class AttemptRunner:
     @property
     def kept(self) -> int:
         """How many processes wait at the barrier."""
-        return len(self._group.recall.parked)
+        return len(self._group.recall.parked) if self._group.state is group.State.BACK else 0
 
     def stop(self, kill: bool) -> None:
         """End the attempt, with the grace or at once."""
@@ -139,6 +146,16 @@ class AttemptRunner:
         """A signal for every rank."""
         for pid in self._group.alive.values():
             os.kill(pid, number)
+
+    @property
+    def progressed(self) -> bool:
+        """Has a rank here completed a step in this generation, or can nobody know?"""
+        return self._hangs.progressed
+
+    @property
+    def recalled(self) -> bool:
+        """Are the workers being brought, or were they, to the barrier in place?"""
+        return self._group.state in (group.State.RECALLING, group.State.BACK)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -158,6 +175,8 @@ class AttemptRunner:
                 self._carry_out(self._effects.popleft())
         finally:
             self._busy = False
+        if self._group.state not in (group.State.STARTING, group.State.RUNNING):
+            self._hangs.stop()
         self._reset_tick()
 
     def _carry_out(self, effect: group.Effect) -> None:
@@ -175,6 +194,8 @@ class AttemptRunner:
                 self._sweeper.kill_now()
             case group.FirstFailure(end):
                 self._first_failure(end)
+            case group.FurtherFailure(end):
+                self._on_further_failure(end)
             case group.Sweep():
                 self._sweeper.sweep(self._sweep_done)
             case group.Back():
@@ -193,6 +214,7 @@ class AttemptRunner:
         assert world is not None
         match effect:
             case recall.Enter(local_ranks):
+                self._hangs.entered(local_ranks, self._reactor.now_s())
                 for local_rank in local_ranks:
                     self.links.send(local_rank, self._entry(local_rank, world))
             case recall.Interrupt(local_ranks, reason):
@@ -233,6 +255,23 @@ class AttemptRunner:
             self._tick.cancel()
         deadline_s = self._group.next_deadline_s()
         self._tick = None if deadline_s is None else self._reactor.call_at(deadline_s, lambda: self._feed(group.Tick()))
+        hang_s = self._hangs.next_deadline_s()
+        if self._hang_tick is not None and (
+            hang_s is None or self._hang_tick.callback is None or hang_s < self._hang_tick.when_s
+        ):
+            self._hang_tick.cancel()
+            self._hang_tick = None
+        if hang_s is not None and self._hang_tick is None:
+            self._hang_tick = self._reactor.call_at(hang_s, self._look_for_hangs)
+
+    def _look_for_hangs(self) -> None:
+        """At most this often: a deadline that moved away meanwhile is looked at again when it comes."""
+        self._hang_tick = None
+        verdict = self._hangs.tick(self._reactor.now_s())
+        if verdict is not None:
+            self._feed(group.Hung(verdict.local_ranks, verdict.why))
+        else:
+            self._reset_tick()
 
     def _make_processes(self, local_ranks: tuple[int, ...]) -> None:
         world, config = self.world, self._config
@@ -291,6 +330,7 @@ class AttemptRunner:
     def _started(self, pids: list[tuple[int, int]]) -> None:
         self._close_streams()
         self._cgroup.add(pid for _, pid in pids)
+        self._hangs.born([local_rank for local_rank, _ in pids], self._reactor.now_s())
         self._feed(group.Started(tuple(pids)))
         for local_rank, pid in pids:
             self._watch_child(pid, lambda status, local_rank=local_rank: self._exited(local_rank, status))  # type: ignore[misc]
@@ -312,6 +352,7 @@ class AttemptRunner:
         self._draining.add(local_rank)
         pid = self._group.alive.get(local_rank, 0)
         self.links.ended(pid)
+        self._hangs.gone(local_rank)
         self._remains.ended(local_rank, pid)
         self._output.worker_ended(local_rank, lambda: self._drained(local_rank))
         self._feed(group.Exited(local_rank, status))
@@ -327,6 +368,9 @@ class AttemptRunner:
         self._feed(group.SweptAlone((local_rank,)))
 
     def _said(self, local_rank: int, message: link.FromWorker) -> None:
+        self._hangs.heard(local_rank, message, self._reactor.now_s())
+        if isinstance(message, link.Returned):
+            self._hangs.gone(local_rank)
         self._feed(group.Said(local_rank, message))
 
     def _unlinked(self, local_rank: int) -> None:

@@ -3,6 +3,7 @@
 `hyperpodrun.cli` makes one of these; the agent reads it and never the command line.
 """
 
+import math
 from typing import Literal
 
 import msgspec
@@ -34,6 +35,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     spares: int = 0
     elastic_join_now: bool = True
     failure_detector: Literal["fast", "default", "lax"] = "default"
+    quorum_loss_s: float = math.inf
+    """Without a quorum, nodes that were silent for so long are taken for dead (unsafe): --on-quorum-loss."""
     join_timeout_s: float = 600.0
     """Longest wait for a first world: --rdzv-conf join_timeout."""
     join_window_s: float = 2.0

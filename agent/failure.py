@@ -18,9 +18,15 @@ from hyperpodrun.agent.policy import job as policy
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.wire.rungs import Asked
 from hyperpodrun.agent.workers import evidence, report, stacks
 from hyperpodrun.agent.workers.group import Back, End, Over
 from hyperpodrun.agent.workers.output import Output, StreamName
+
+
+def _as_victim(rank: report.FailedRank) -> report.FailedRank:
+    return msgspec.structs.replace(rank, evidence=msgspec.structs.replace(rank.evidence, victim=True))
+
 
 _STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 _RAISED = 1 << 8
@@ -30,7 +36,8 @@ _RAISED = 1 << 8
 class Verdict(msgspec.Struct, frozen=True):
     """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
 
-    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's.
+    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's. `victim`: it
+    is likely that of a rank that lost its peer.
     """
 
     code: int
@@ -38,6 +45,9 @@ class Verdict(msgspec.Struct, frozen=True):
     final: bool = False
     headline: str = ""
     local_rank: int = -1
+    rung: Asked = ""
+    """The least rung that the rank asked for."""
+    victim: bool = False
 
 
 class FailureDesk:
@@ -93,18 +103,22 @@ class FailureDesk:
         """All ranks run again."""
         self._output.say(f"back after {seconds_s:.2f} s")
 
-    def first_words(self, end: End) -> tuple[Verdict, bool]:
-        """What is known of a rank that has just failed, and whether it is likely another's victim."""
-        failed = self._failed_rank(end)
-        return self._verdict(failed), failed.evidence.victim
+    def first_words(self, end: End) -> Verdict:
+        """What is known of a rank that has just failed."""
+        return self._verdict(self._failed_rank(end))
 
     def first_report(self, end: End) -> str:
         """The whole report about this rank, for another node's console."""
         return report.render(self._failed_rank(end), [], self._about("the nodes decide what follows"))
 
-    def tell_here(self) -> None:
-        """Tell what failed on this node; what follows is decided elsewhere."""
-        self._tell("the nodes decide what follows")
+    def tell_here(self, kept: int = 0) -> None:
+        """Tell what failed on this node; what follows is decided elsewhere. `kept`: processes that wait at the restart barrier."""
+        if self._in_place and self._pending and self._pending[0].evidence.victim:
+            root, others = self._pending
+            ranks = ", ".join(str(rank.end.rank) for rank in sorted((root, *others), key=lambda rank: rank.end.rank))
+            self._pending = None
+            self._output.say(f"rank {ranks} lost its peer and left its function; {kept} processes wait at the restart barrier")
+        self._tell(f"{kept} processes wait at the restart barrier" if kept else "the nodes decide what follows")
 
     def dump_stacks(self, pids: dict[int, int], why: str) -> None:
         """Print where these ranks (local rank -> pid) are."""
@@ -148,9 +162,8 @@ class FailureDesk:
     def judge_back(self, back: Back) -> Verdict:
         """Who took this node's workers out of their generation; code 0: nobody here."""
         self._pending = None
-        if not back.failures:
-            return Verdict(0)
-        return self._blame(back.failures, in_place=True)
+        own = [end for end in back.failures if back.cause != "order" or not end.sent]
+        return self._blame(own, in_place=True) if own else Verdict(0)
 
     def judge(self, over: Over) -> Verdict:
         """Who failed first, and what the job's exit code would be."""
@@ -168,6 +181,10 @@ class FailureDesk:
 
     def _blame(self, ends: Sequence[End], in_place: bool) -> Verdict:
         failed = [self._failed_rank(end) for end in ends]
+        if len(hung := [rank for rank in failed if rank.end.hung]) > 1:
+            culprits = stacks.out_of_step({rank.end.local_rank: stacks.waits_in(rank.tail.stderr) for rank in hung})
+            if culprits:
+                failed = [_as_victim(r) if r.end.hung and r.end.local_rank not in culprits else r for r in failed]
         told = {rank.end.local_rank: rank.evidence for rank in failed}
         culprit = blame.root_cause([rank.end for rank in failed], told)
         root = next(rank for rank in failed if rank.end is culprit)
@@ -184,6 +201,8 @@ class FailureDesk:
             "\n".join(failed.tail.stderr),
             headline=report.headline(failed, self._about("")),
             local_rank=failed.end.local_rank,
+            rung=failed.rung,
+            victim=failed.evidence.victim,
         )
 
     def tell_unkillable(self, left: tuple[str, ...]) -> None:
@@ -200,7 +219,9 @@ class FailureDesk:
             self._reason = effect.reason
             return
         what = f"in place (generation {effect.generation}, {kept} processes kept)" if effect.in_place else "all ranks"
-        step = f"restarting {what}, {effect.left} of {self._config.max_restarts} restarts left"
+        step = f"restarting {what}"
+        if effect.left is not None:
+            step += f", {effect.left} of {self._config.max_restarts} restarts left"
         if effect.free:
             step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
         self._tell(step)
@@ -259,6 +280,7 @@ class FailureDesk:
                 evidence=evidence.of_fault(fault.text, fault.headline) if fault is not None else blame.NO_EVIDENCE,
                 tail=self._output.tail(local_rank),
                 log_files=files,
+                rung=end.rung,
             )
         # A process that SIGKILL did not end has no status yet; SIGKILL is what it will end of.
         status = signal.SIGKILL if end.status is None else end.status

@@ -54,11 +54,19 @@ class FirstFailure:
     def failed(self, end: End) -> None:
         """A rank failed, the first one here."""
         if self._state is _State.QUIET:
-            self._end = end
-            self._to(_State.READING, READ_S, self._read)
-            if end.fault is not None or end.why:  # its own words came with it
-                self._drained = True
-                self._read()
+            self._begin(end)
+
+    def further(self, end: End) -> None:
+        """Another rank failed here: maybe the one of which the first is a victim."""
+        if self._state is _State.WAITING:
+            self._begin(end)
+
+    def _begin(self, end: End) -> None:
+        self._end, self._drained = end, False
+        self._to(_State.READING, READ_S, self._read)
+        if end.fault is not None or end.why:  # its own words came with it
+            self._drained = True
+            self._read()
 
     def drained(self, local_rank: int) -> None:
         """All that this rank wrote has been read."""
@@ -75,7 +83,7 @@ class FirstFailure:
         self._pass_on = pass_on
         if self._state is _State.READING:
             self._read()
-        elif self._state is _State.QUIET and verdict.code:
+        elif verdict.code and (self._state is _State.QUIET or (self._state is _State.WAITING and not verdict.victim)):
             self._words = verdict
             self._say()
         elif self._state is not _State.WAITING:
@@ -90,8 +98,8 @@ class FirstFailure:
     def _read(self) -> None:
         if self._state is not _State.READING or self._end is None:
             return
-        self._words, victim = self._desk.first_words(self._end)
-        if victim:
+        self._words = self._desk.first_words(self._end)
+        if self._words.victim:
             self._to(_State.WAITING, VICTIM_WAIT_S, self._say)
         else:
             self._say()

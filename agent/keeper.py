@@ -9,7 +9,8 @@ agent), *leaving*.
 
 Invariants
 - The agent ended on purpose exactly if it wrote an exit code into the memo; anything else is a death and starts a new agent,
-  at least 1 s after the last start, at most 5 deaths in 60 s. One that failed by itself before it began is not started again.
+  at least 1 s after the last start, at most 5 deaths in 60 s. One that failed by itself before it began is not started again, nor
+  one that had only to take its leave.
 - A stop signal is never lost: one that comes while no agent lives ends the job with 128 + its number.
 - When the keeper leaves, no process of the job is left and the run folder is gone.
 - In a job of several nodes workers never outlive their lease (MESH A9), also when the agent stands still: the keeper holds the
@@ -185,6 +186,8 @@ class _Keeper:
                 )
             if "exit" in memo:
                 return int(memo["exit"])
+            if "ended" in memo:  # it was killed while it took leave: of the job nothing was left to do
+                return int(memo["ended"])
             if self.stopped_by is not None:
                 return exit_codes.for_signal(self.stopped_by)
             self.deaths_s.append(time.monotonic())

@@ -13,15 +13,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from hyperpodrun.agent import mesh_words, orders, vote_file
+from hyperpodrun.agent import mesh_links, mesh_terms, mesh_words, vote_file
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.mesh import effects as fx
 from hyperpodrun.agent.mesh.config import MeshConfig as CoreConfig
 from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.mesh_farewell import Farewell
 from hyperpodrun.agent.mesh_network import REPORT_BYTES, Envelope, MeshNetwork, slot_of
+from hyperpodrun.agent.mesh_quorum_loss import QuorumLoss
 from hyperpodrun.agent.mesh_start import MeshStart, Place
 from hyperpodrun.agent.mesh_worlds import Worlds
+from hyperpodrun.agent.policy import cluster
 from hyperpodrun.agent.policy.escalation import decide
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
@@ -36,9 +38,10 @@ SAME_DEADLINE_S = 50e-6
 """Two clocks read one after the other differ by so much."""
 LOOKING_S = 1.0
 """Without a view for so long, people are told for whom this node waits."""
-NO_MAJORITY_S = 1.0
-ORDERS_S = 0.5
+DIAL_S = 2.0
+"""So long some of many contact points are tried before it is the turn of others."""
 CONFLICT_S = 1.0
+Told = cluster.TellFailed | cluster.TellFinished | cluster.TellGone | cluster.TellLeaving
 SPEED = {"fast": (150, 3), "default": (250, 3), "lax": (500, 6)}
 """--failure-detector: (heartbeat in ms, heartbeats that may be missed)."""
 
@@ -84,16 +87,17 @@ class MeshDriver:
         self._environ = environ
         self._hold_until = hold_until
         self._first_start = not remembered_port  # an agent before this one may have been in a world that goes on
-        self._run_dir = run_dir
         self._on_store = on_store
         self._start = MeshStart(reactor, config.mesh, remembered_port, watch_child, say, environ, self._placed, self._dial)
+        self._quorum_loss = QuorumLoss(
+            reactor, config.mesh.quorum_loss_s, run_dir, say, lambda slot: self.notify(fx.CertifyDead(slot))
+        )
         self._farewell = Farewell(reactor, self._neighbours, self._tell_end)
         bind_again = remembered_port or not config.mesh.port_given
         self._bind_until_s = reactor.now_s() + (BIND_LIMIT_S if bind_again else 0.0)
         self._timer: Timer | None = None
         self._join_timer: Timer | None = None
-        self._silent_timer: Timer | None = None
-        self._silent: frozenset[str] = frozenset()
+        self._dial_timer: Timer | None = None
         self._others_done_in = -1
         self._node: Node | None = None
         self._network: MeshNetwork | None = None
@@ -124,6 +128,20 @@ class MeshDriver:
             self._early.append(event)
         else:
             self._carry_out(self._node.notify(self._now(), event))
+
+    def tell(self, effect: Told) -> None:
+        """Tell the mesh what `policy/cluster.py` says of this node's workers."""
+        match effect:
+            case cluster.TellFailed(_, _, detail, free) if free:
+                self.notify(fx.RestartAsked(f"another program took the port of the store ({detail})"))
+            case cluster.TellFailed(generation, code, detail, _, symptoms):
+                self.notify(fx.WorkersFailed(generation, code, detail, symptoms))
+            case cluster.TellFinished(generation):
+                self.notify(fx.WorkersFinished(generation))
+            case cluster.TellGone(generation, parked):
+                self.notify(fx.WorkersGone(generation, parked))
+            case cluster.TellLeaving():
+                self.notify(fx.LeaveAsked())
 
     def ship(self, generation: int, text: str) -> None:
         """What is known of a rank of this generation that failed here, for the console of rank 0's node."""
@@ -197,18 +215,21 @@ class MeshDriver:
         votes = vote_file.VoteFile(vote_path, self._say)
         vote = votes.read()
         incarnation = vote.incarnation if vote else int.from_bytes(os.urandom(8)) >> 1
+        core = self._core_config(place)
         network = MeshNetwork(
             self._reactor,
             config,
             mesh,
             self._start,
             place,
+            mesh_terms.of_job(core, mesh.failure_detector),
             incarnation,
             self._say,
             self._environ,
             self._received,
             self._lost,
             self._on_store,
+            self._found,
         )
         self.slot, self._votes, self._network = place.slot, votes, network
         self._worlds = Worlds(place.slot, network.host, config.master_port)
@@ -219,18 +240,23 @@ class MeshDriver:
             wish=config.node_rank,
             addresses=network.addresses,
         )
-        self._node = Node(
-            self._core_config(place), me, int.from_bytes(os.urandom(8)), self._now(), vote, self._first_start, decide
-        )
+        self._node = Node(core, me, int.from_bytes(os.urandom(8)), self._now(), vote, self._first_start, decide)
         if self._node.view is not None:  # the vote file's: this agent, or the one before it, died
             self._view = self._node.view
             self._adopt(self._view)
         self._listener.placed(place.port, vote_path)
+        self._reactor.call_later(LOOKING_S, lambda: vote_file.remove_old(vote_path, self._say))
+        self._keep_vote()
         self._dial()
         early, self._early = self._early, []
         for event in early:
             self.notify(event)
         self._tick()
+
+    def _keep_vote(self) -> None:
+        if self._votes is not None and not self._closing:
+            self._votes.renew()
+            self._reactor.call_later(vote_file.RENEW_S, self._keep_vote)
 
     def _core_config(self, place: Place) -> CoreConfig:
         config, mesh = self._config, self._mesh
@@ -251,8 +277,20 @@ class MeshDriver:
         )
 
     def _dial(self) -> None:
-        if self._network is not None:
+        """Look for the others at contact points, until there is a view."""
+        if self._dial_timer:
+            self._dial_timer.cancel()
+            self._dial_timer = None
+        if self._network is not None and self.view is None and not self._closing:
             self._network.dial()
+            self._dial_timer = self._reactor.call_later(DIAL_S, self._dial)
+
+    def _found(self, who: str) -> None:
+        """Somebody lives at a contact point. Of an open roster the core knows only the first one by name: introduce it to the rest."""
+        node = self._node
+        joining = node is not None and node.view is None and node.works.state == "none"
+        if node is not None and joining and who not in node.bootstrap.slots():
+            self._send(who, Hello(NOWHERE, node.me(), settled=False))
 
     def _never_met(self) -> None:
         if self.view is not None or self._closing:
@@ -274,6 +312,7 @@ class MeshDriver:
         node = self._node
         if node is None or self._worlds is None:
             return
+        self._quorum_loss.heard(who)
         message = envelope.message
         if message is None:
             self._say(f"{who} reports: {envelope.report}")
@@ -371,7 +410,7 @@ class MeshDriver:
         if self._join_timer:
             self._join_timer.cancel()
         worlds.adopt(view)
-        network.link(view.members)
+        network.settle(view.members, mesh_links.near(self.slot, view, node.rings, node.order))
         slots = {*node.bootstrap.slots(), self.slot}
         line = mesh_words.adopted(view, self._view, self.slot, self._config.min_nodes, self._config.rules().max_restarts, slots)
         self._view, self._view_at = view, time.time()
@@ -388,34 +427,13 @@ class MeshDriver:
             if self._view is not None and not node.ended:
                 self._view = None
                 self._say(mesh_words.dropped())
+                self._dial()
                 self._join_timer = self._reactor.call_later(self._mesh.join_timeout_s, self._never_met)
             return
         if view.generation != self._others_done_in and node.reports.nodes("finished") - {self.slot}:
             self._others_done_in = view.generation
             self._listener.others_done(view.generation)
-        if view.mode == "closed" or not node.waits_for():
-            if self._silent:
-                self._say("a majority of the nodes answers again")
-            if self._silent_timer:
-                self._silent_timer.cancel()
-            self._silent, self._silent_timer = frozenset(), None
-        elif not self._silent and self._silent_timer is None:
-            self._silent_timer = self._reactor.call_later(NO_MAJORITY_S, self._tell_silent)
-
-    def _tell_silent(self) -> None:
-        self._silent_timer = None
-        node = self._node
-        if node is not None and node.view is not None and not self._closing:
-            self._silent = frozenset(node.waits_for())
-            self._silent_timer = self._reactor.call_later(ORDERS_S, self._take_orders)
-            self._say(mesh_words.no_majority(node.view, self._silent, node.config.lease_ns / 1e9))
-
-    def _take_orders(self) -> None:
-        """While this agent waits for lost nodes: does a person know more?"""
-        self._silent_timer = self._reactor.call_later(ORDERS_S, self._take_orders)
-        for node in orders.take(self._run_dir):
-            self._say(f"{node} was certified to be gone for good")
-            self.notify(fx.CertifyDead(node))
+        self._quorum_loss.look(node)
 
     # --- the end
 
@@ -430,7 +448,8 @@ class MeshDriver:
             self._send(neighbour, Ack(self._node.brief()))
 
     def _close_now(self, then: Callable[[], None]) -> None:
-        for timer in (self._timer, self._join_timer, self._silent_timer):
+        self._quorum_loss.close()
+        for timer in (self._timer, self._join_timer, self._dial_timer):
             if timer:
                 timer.cancel()
         if self._votes is not None:

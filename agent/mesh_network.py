@@ -5,16 +5,19 @@ failed rank's report for the node of rank 0; or, told apart by its first byte, a
 its contact point; an agent that answers there under another name (it did not know that the contact point means its host) is that
 slot's alias.
 
-States: none beside the transport's. Invariant: what comes in is decoded whole or not at all.
+States: *looking* (connections to a few contact points: whoever answers knows of others), *settled* (connections to those that
+`mesh_links` names). Invariant: what comes in is decoded whole or not at all.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
-from hyperpodrun.agent import mesh_slots
+from hyperpodrun.agent import mesh_slots, mesh_terms
 from hyperpodrun.agent.config import JobConfig, MeshConfig
 from hyperpodrun.agent.mesh_start import MeshStart, Place
+from hyperpodrun.agent.mesh_terms import Terms
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.transport.addresses import Address, parse_address
 from hyperpodrun.agent.transport.frames import Identity, job_label
@@ -29,6 +32,10 @@ from hyperpodrun.agent.workers import rendezvous
 
 VERSION = 1
 REPORT_BYTES = 65536
+ALWAYS_SOUGHT = 6
+"""The first contact points, which all agents of a job have in common (A10): looked for all the time ..."""
+SOUGHT_AT_A_TIME = 3
+"""... and so many of the others, in turn."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -43,7 +50,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MeshNetwork:
-    """`on_envelope(node, envelope)`, `on_lost(node)`, `on_store(node, payload)`.
+    """`on_envelope(node, envelope)`, `on_lost(node)`, `on_store(node, payload)`; `on_found(node)`: who lives at a contact point.
 
     Raises BindError, OSError, ValueError, NotImplementedError with a sentence.
     """
@@ -55,22 +62,28 @@ class MeshNetwork:
         mesh: MeshConfig,
         start: MeshStart,
         place: Place,
+        terms: Terms,
         incarnation: int,
         say: Callable[[str], None],
         environ: Mapping[str, str],
         on_envelope: Callable[[str, Envelope], None],
         on_lost: Callable[[str], None],
         on_store: Callable[[str, bytes], None],
+        on_found: Callable[[str], None],
     ) -> None:
         self._reactor = reactor
         self._start = start
         self._slot = place.slot
         self._on_envelope = on_envelope
+        self._on_found = on_found
         self._on_store = on_store
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Envelope)
         self._aliases: dict[str, str] = {}
-        self._linked: set[str] = set()
+        self._near: set[str] = set()
+        self._sought: set[Address] = set()
+        self._turn = random.randrange(1 << 16)
+        self._own_contacts: set[Address] = set()
         own = (config.local_addr,) if config.local_addr else ()
         self._transport = Transport(
             reactor,
@@ -80,6 +93,8 @@ class MeshNetwork:
             on_message=self._received,
             on_lost=lambda who: on_lost(who.node),
             on_found=self._found,
+            admit=lambda who, greeting: mesh_terms.refusal(place.slot, terms, who.node, greeting),
+            greeting=mesh_terms.encode(terms),
             say=say,
             bind_hosts=own,
             advertise=own,
@@ -104,6 +119,8 @@ class MeshNetwork:
             # Nobody has answered there yet. The first words wait at the contact point for a moment, or they would be lost and
             # the agents meet half a second later.
             key = self._contact(to) or key
+            if key in self._own_contacts:
+                return
         self._transport.send(key, self._encoder.encode(envelope))
 
     def send_store(self, to: str, payload: bytes) -> bool:
@@ -111,19 +128,32 @@ class MeshNetwork:
         return self._transport.send(self._aliases.get(to, to), payload)
 
     def dial(self) -> None:
-        """Look for agents at the contact points known by now."""
-        for address in self._start.contacts:
-            if slot_of(address) != self._slot:
-                self._transport.find(address)
+        """Look for agents at some of the contact points known by now, at others with each call."""
+        own = self._own_contacts
+        contacts = [address for address in self._start.contacts if slot_of(address) != self._slot and address not in own]
+        first, rest = contacts[:ALWAYS_SOUGHT], contacts[ALWAYS_SOUGHT:]
+        in_turn = [rest[(self._turn + i) % len(rest)] for i in range(min(SOUGHT_AT_A_TIME, len(rest)))]
+        self._turn += SOUGHT_AT_A_TIME
+        for address in self._sought.difference(first, in_turn):
+            self._transport.forget(address)
+        self._sought = {*first, *in_turn}
+        for address in (*first, *in_turn):
+            self._transport.find(address)
 
-    def link(self, members: Iterable[Member]) -> None:
-        """Keep connections to these, and to no others that it was kept to."""
-        wanted = {member.node: member.addresses for member in members if member.node != self._slot}
-        for node, addresses in wanted.items():
-            self._transport.connect(node, [parse_address(text) for text in addresses])
-        for node in self._linked - set(wanted):
-            self._transport.forget(node)
-        self._linked = set(wanted)
+    def settle(self, members: Iterable[Member], near: Collection[str]) -> None:
+        """A view with these members stands: keep connections to those who are `near`, and to no others."""
+        for address in self._sought:
+            self._transport.forget(address)
+        self._sought.clear()
+        for member in members:
+            if member.node != self._slot:
+                addresses = [parse_address(text) for text in member.addresses]
+                self._transport.learn(member.node, addresses)
+                if member.node in near:
+                    self._transport.connect(member.node)
+        for node in self._near.difference(near):
+            self._transport.release(node)
+        self._near = set(near)
 
     def probe(self, slot: str, on_answer: Callable[[bool], None]) -> None:
         """M2's plain connect: was it refused? Silence gives no answer. By the contact point, if no agent ever answered there."""
@@ -160,8 +190,11 @@ class MeshNetwork:
         return next((address for address in self._start.contacts if slot_of(address) == slot), None)
 
     def _found(self, address: Address, who: Identity | None) -> None:
-        if who is not None:
-            self._aliases[slot_of(address)] = who.node
+        if who is None:
+            self._own_contacts.add(address)
+            return
+        self._aliases[slot_of(address)] = who.node
+        self._on_found(who.node)
 
     def _received(self, who: Identity, payload: bytes, _link: Link) -> None:
         if payload[:1] == MARK:

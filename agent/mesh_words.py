@@ -1,5 +1,6 @@
 """What people are told about the mesh: one sentence an event. Pure."""
 
+import math
 from collections.abc import Collection
 
 from hyperpodrun.agent.wire.mesh import Member, View
@@ -57,7 +58,7 @@ def adopted(
     return None
 
 
-def no_majority(view: View, silent: Collection[str], lease_s: float) -> str:
+def no_majority(view: View, silent: Collection[str], lease_s: float, limit_s: float) -> str:
     """Too few of the view's members answer to decide anything."""
     here = [member.node for member in view.members if member.node not in silent]
     return (
@@ -65,6 +66,23 @@ def no_majority(view: View, silent: Collection[str], lease_s: float) -> str:
         f"nothing can be decided, waiting for {named(silent)}. Should none return, the workers here are ended within {lease_s:g} s, "
         "so that never two worlds train at once; they start again when enough nodes are back. If one of them is gone for good and "
         "nothing of it runs any more, say so: hyperpodctl certify-dead NODE"
+        + ("" if limit_s == math.inf else f". In {limit_s:g} s the silent are taken for dead (--on-quorum-loss, UNSAFE)")
+    )
+
+
+def taken_for_dead(silent: Collection[str], limit_s: float) -> str:
+    """--on-quorum-loss=continue:S comes into force."""
+    return (
+        f"UNSAFE: nothing was heard of {named(silent)} for {limit_s:g} s, and --on-quorum-loss=continue says to take them for dead: "
+        "this node goes on without them. If they are only cut off and go on too, two worlds of this job train at once"
+    )
+
+
+def cannot_go_on(known: int, slots: int) -> str:
+    """--on-quorum-loss=continue:S, and it cannot be."""
+    return (
+        f"--on-quorum-loss=continue cannot go on: of the {slots} nodes this job may have only {known} are known by name, "
+        "and each must answer or be taken for dead; name all of them with --peers"
     )
 
 

@@ -3,24 +3,68 @@
 It survives the agent and the launcher, not the host: a rebooted host has forgotten, and so it is another incarnation. One file a
 job and slot; removed when the job ends. A full or missing tmpfs costs this node its vote, not the job: without the file it comes
 back as another incarnation, which is safe.
+
+When all launchers of a job are killed its files stay, so that the same job can go on where it was: but not for ever. An agent renews
+its file's time every `RENEW_S`; a file that nobody renewed for `KEPT_S` is of a job that nobody runs any more, and the next agent
+of the same user on this host removes it. Should it be wrong (a clock that jumped), a node has lost its vote, which is safe.
 """
 
 import hashlib
 import os
-from collections.abc import Callable
+import stat
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from hyperpodrun.agent.wire.mesh import Vote
 
 FOLDERS = ("/dev/shm", "/run/shm", "/tmp")
+RENEW_S = 3600.0
+KEPT_S = 7 * 24 * 3600.0
 
 
 def path_for(job_id: str, slot: str) -> str:
     """Where this slot's vote lies."""
     key = hashlib.blake2b(f"{job_id}\0{slot}".encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
     folder = next((folder for folder in FOLDERS if os.access(folder, os.W_OK)), FOLDERS[-1])
-    return os.path.join(folder, f"hyperpodrun-{os.getuid()}-{key}.vote")
+    return os.path.join(folder, f"{_prefix()}{key}.vote")
+
+
+def remove_old(mine: str, say: Callable[[str], None], folders: Sequence[str] = FOLDERS) -> None:
+    """Remove this user's votes, but for `mine`, that nobody has renewed for `KEPT_S`; one line says how many."""
+    removed: set[str] = set()
+    for folder in folders:
+        for path in _old_votes(folder):
+            if path != mine:
+                try:
+                    os.unlink(path)
+                except OSError:
+                    continue  # another agent was quicker
+                removed.add(path.partition(".vote")[0])
+    if removed:
+        say(f"removed {len(removed)} vote file(s) of jobs that were killed on this host more than {KEPT_S / 86400:g} days ago")
+
+
+def _old_votes(folder: str) -> list[str]:
+    """Votes and unfinished drafts (`VoteFile.write`) of this user."""
+    latest_s = time.time() - KEPT_S
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.name.startswith(_prefix()) or not entry.name.endswith((".vote", ".new")):
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_mtime < latest_s:
+                    found.append(entry.path)
+    except OSError:
+        pass  # no such folder, or not ours to read: what was found so far will do
+    return found
+
+
+def _prefix() -> str:
+    return f"hyperpodrun-{os.getuid()}-"
 
 
 class VoteFile:
@@ -44,6 +88,13 @@ class VoteFile:
                 return msgspec.msgpack.decode(file.read(), type=Vote)
             except msgspec.DecodeError:
                 return None
+
+    def renew(self) -> None:
+        """Say that somebody still needs the file."""
+        try:
+            os.utime(self._path)
+        except OSError:
+            pass  # it could not be written, or is not there yet
 
     def write(self, vote: Vote | None) -> None:
         """Replace the file; None removes it."""

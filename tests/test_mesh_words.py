@@ -1,5 +1,7 @@
 """What people are told about the mesh."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -49,7 +51,9 @@ def test_hold_says_for_whom() -> None:
 
 
 def test_no_majority_says_for_whom_and_what_happens() -> None:
-    line = mesh_words.no_majority(RUN, {"a"}, 15.0)
+    assert "UNSAFE" in mesh_words.no_majority(RUN, {"a"}, 15.0, 30.0)
+    line = mesh_words.no_majority(RUN, {"a"}, 15.0, math.inf)
+    assert "UNSAFE" not in line
     assert "only b of the 2 nodes" in line and "waiting for a" in line and "within 15 s" in line
 
 

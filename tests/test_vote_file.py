@@ -1,12 +1,13 @@
 """The vote outlives its agent, and is either whole or not there."""
 
 import os
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from hyperpodrun.agent.vote_file import VoteFile, path_for
+from hyperpodrun.agent.vote_file import VoteFile, path_for, remove_old
 from hyperpodrun.agent.wire.mesh import ZERO, Accepted, Member, View, Vote
 
 VIEW = View("chain", 0, 3, 1, "parent", (Member("a", 1), Member("b", 2)), "a", ("a", "b"), "run")
@@ -75,3 +76,35 @@ def test_each_job_and_slot_has_its_own() -> None:
     assert len({path_for(job, slot) for job in ("a", "b", "") for slot in ("x:1", "x:2")}) == 6
     assert os.path.dirname(path_for("j", "s")) == "/dev/shm"
     assert path_for("j\udcff", "s") == path_for("j\udcff", "s")
+
+
+def aged(path: Path, days: float) -> Path:
+    path.write_bytes(b"\x00")
+    then_s = time.time() - days * 86400
+    os.utime(path, (then_s, then_s))
+    return path
+
+
+def test_votes_that_nobody_renews_are_removed_after_a_week(tmp_path: Path) -> None:
+    mark = f"hyperpodrun-{os.getuid()}-"
+    mine = aged(tmp_path / f"{mark}mine.vote", 30)
+    young = aged(tmp_path / f"{mark}young.vote", 6.9)
+    others = aged(tmp_path / f"hyperpodrun-{os.getuid() + 1}-x.vote", 30)
+    foreign = aged(tmp_path / f"{mark}notes.txt", 30)
+    link = tmp_path / f"{mark}link.vote"
+    link.symlink_to(foreign)
+    for name in ("old.vote", "older.vote", "older.vote.123.new"):
+        aged(tmp_path / f"{mark}{name}", 7.1)
+    said: list[str] = []
+    remove_old(str(mine), said.append, [str(tmp_path), str(tmp_path / "nowhere")])
+    assert set(tmp_path.iterdir()) == {mine, young, others, foreign, link}
+    assert len(said) == 1 and "2 vote file(s)" in said[0]
+    remove_old(str(mine), never, [str(tmp_path)])
+
+
+def test_vote_that_is_renewed_stays(tmp_path: Path) -> None:
+    path = aged(tmp_path / f"hyperpodrun-{os.getuid()}-live.vote", 30)
+    VoteFile(str(path), never).renew()
+    VoteFile(str(tmp_path / "not there"), never).renew()
+    remove_old("", never, [str(tmp_path)])
+    assert path.exists()

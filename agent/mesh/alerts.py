@@ -94,6 +94,11 @@ class Alerts:
             self.first_ns = now
         return None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody is suspected, and nothing is left to be counted."""
+        return self.first_ns is None and not self._dirty
+
     def count(self, subject: str) -> int:
         """Alerts about `subject`, by rings, implied ones included."""
         return self._count.get(subject, 0)

@@ -113,7 +113,9 @@ class Barrier:
     def late_ns(self) -> int | None:
         """When whoever keeps this barrier waiting is too late: after `barrier_ns` for the leader, after twice that for others,
         for then it is the leader who does not act."""
-        if self.leads and self.state in ("ready", "stopping"):
+        if self.state not in ("ready", "stopping"):
+            return None
+        if self.leads:
             return self._since_ns + self._config.barrier_ns
         return self._since_ns + 2 * self._config.barrier_ns if self.state == "ready" else None
 

@@ -38,6 +38,7 @@ class Bootstrap:
     def start(self, now: int) -> None:
         """Join (again)."""
         self._known: dict[str, tuple[Member, int]] = {}
+        self._present: tuple[int, tuple[Member, ...]] | None = None
         self._hints: tuple[str, ...] = ()
         self._settled_ns: int | None = None
         self._refused: dict[str, tuple[int, int]] = {}
@@ -67,6 +68,7 @@ class Bootstrap:
     def met(self, now: int, member: Member, has_view: bool, knows: tuple[Member, ...], hints: tuple[str, ...]) -> None:
         """An agent told about itself (and of others it heard of: worth a Hello, no proof that they are there)."""
         self._known[member.node] = (member, now)
+        self._present = None
         self._refused.pop(member.node, None)
         if has_view:
             self._settled_ns = now
@@ -84,7 +86,10 @@ class Bootstrap:
 
     def present(self, now: int) -> tuple[Member, ...]:
         """Agents heard of at first hand within `present_ns`, by node."""
-        return tuple(m for _, (m, last) in sorted(self._known.items()) if now - last <= self._config.present_ns)
+        if self._present is None or self._present[0] != now:
+            oldest = now - self._config.present_ns
+            self._present = now, tuple([m for _, (m, last) in sorted(self._known.items()) if last >= oldest])
+        return self._present[1]
 
     def recent(self, now: int) -> tuple[Member, ...]:
         """Some of them, to be passed on."""
@@ -113,9 +118,9 @@ class Bootstrap:
     def form_at(self, now: int) -> int | None:
         """When this agent may open the roll call for view 0; None: not as things are."""
         config = self._config
-        here = self.present(now)
         if self.knows_view(now):
             return None
+        here = self.present(now)
         if len(here) + 1 < config.min_nodes:
             self._enough_ns = None
             return None

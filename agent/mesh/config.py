@@ -63,6 +63,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True):
     absent_ns: int = 2 * S
     """A contact refused for so long has no agent: longer than a keeper takes to restart one (1 s)."""
     beat_ns: int = 1 * S
+    lease_fan: int = 16
+    """So many members at most speak with a member of a lease tree (A9): (16 + 3) / 3 s are 6 messages a second."""
     lease_ns: int = 15 * S
     fence_ns: int = 16 * S
     """lease_ns + time to kill workers + drift of two clocks over it (1e-3): nothing older runs after this."""

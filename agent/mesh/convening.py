@@ -32,6 +32,8 @@ def convene(agent: Node, now: int) -> list[Effect]:
     agent.convene_ns = None
     if agent.agreement.phase != "idle" or agent.agreement.decision is not None or agent.ended:
         return []
+    if agent.view is not None and agent.alerts.is_quiet and agent.reports.is_empty and agent.agreement.accepted is None:
+        return []  # nothing asks for a view: nearly always
     at = turn_at(agent, now)
     if at is None:
         return []

@@ -142,7 +142,7 @@ class Detector:
 
     def validate(self) -> None:
         """Raise ValueError when an invariant is broken."""
-        if not self.down <= self.heard_ns.keys() or not self._loud.keys() <= self.heard_ns.keys():
+        if (self.down or self._loud) and not (self.down <= self.heard_ns.keys() and self._loud.keys() <= self.heard_ns.keys()):
             raise ValueError("the detector accuses somebody it does not observe")
         if not 0 <= self.score <= 7:
             raise ValueError(f"health score {self.score}")

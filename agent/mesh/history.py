@@ -45,4 +45,5 @@ def linked(views: tuple[View, ...]) -> bool:
 
 def holds(view: View, source: Source) -> bool:
     """Whether this incarnation is a member."""
-    return any(member.source == source for member in view.members)
+    node, incarnation = source
+    return any(member.node == node and member.incarnation == incarnation for member in view.members)

@@ -188,18 +188,19 @@ def on_pull(agent: Node, now: int, source: Source, message: Pull) -> list[Effect
 
 
 def on_beat(agent: Node, now: int, source: Source, message: Beat) -> list[Effect]:
-    """A member asks for a lease (A9)."""
+    """From below in a lease tree (A9)."""
     effects = compare(agent, now, source, message.brief)
     if agent.sources.get(source[0]) == source[1]:
         effects += agent.lease.on_beat(now, source[0], message, agent.agreement.open)
+        effects += standing.lease(agent, now)
     return effects
 
 
 def on_grant(agent: Node, now: int, source: Source, message: Grant) -> list[Effect]:
-    """A candidate answers."""
-    if agent.sources.get(source[0]) == source[1] and agent.lease.on_grant(now, source[0], message):
-        return agent.lease.beats(now, source[:1], agent.here, agent.agreement.open)
-    return []
+    """From above."""
+    if agent.sources.get(source[0]) != source[1]:
+        return []
+    return agent.lease.on_grant(now, message) + standing.lease(agent, now)
 
 
 def on_ready(agent: Node, now: int, source: Source, message: Ready) -> list[Effect]:

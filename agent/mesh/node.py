@@ -48,7 +48,6 @@ from hyperpodrun.agent.mesh.reports import Reports
 from hyperpodrun.agent.mesh.rings import Rings, rings
 from hyperpodrun.agent.mesh.succession import plain
 from hyperpodrun.agent.mesh.view import brief_of, digest_of
-from hyperpodrun.agent.mesh.voice import DIRECT
 from hyperpodrun.agent.mesh.works import Works
 from hyperpodrun.agent.wire.mesh import (
     NOWHERE,
@@ -217,8 +216,7 @@ class Node:
                 effects += self._round(now)
             if (due := self.detector.loud_due()) is not None and now >= due:
                 effects += self.detector.loud(now, Probe(self.here))
-            if now >= self.lease.beat_due_ns:
-                effects += self.lease.beats(now, convening.order_of_trust(self)[:DIRECT], self.here, self.agreement.open)
+            effects += standing.lease(self, now)
             if now >= self.repeat_ns:
                 self.repeat_ns = now + self.repeat_gap_ns
                 self.repeat_gap_ns = min(2 * self.repeat_gap_ns, 5 * self.config.beat_ns)
@@ -267,38 +265,41 @@ class Node:
             effects += standing.take_decision(self, now)
         view = self.view
         if view is not None and not self.ended:
-            effects += self.barrier.advance(now, self.here)
+            works = self.works
+            if self.barrier.state != "gone":
+                effects += self.barrier.advance(now, self.here)
             if (
-                self.barrier.state == "gone" and self.works.idle and self.works.generation < view.generation
+                self.barrier.state == "gone" and works.idle and works.generation < view.generation
                 and self.lease.valid(now) and not self.is_leaving
             ):  # fmt: skip
-                effects += self.works.start(view, self.cause(now, f"start generation {view.generation}"))
-            effects += self.works.permit(now, view)
-            until = self.lease.until_ns()
-            if until is not None and until != self.until_ns and self.works.state == "running":
-                self.until_ns = until
-                effects.append(LeaseEffect(until))
+                effects += works.start(view, self.cause(now, f"start generation {view.generation}"))
+            if works.state == "running":
+                effects += works.permit(now, view)
+                until = self.lease.until_ns()
+                if until is not None and until != self.until_ns:
+                    self.until_ns = until
+                    effects.append(LeaseEffect(until))
         self.due = self._next(now)
         return tuple(effects)
 
     def _next(self, now: int) -> int:
-        view = self.view
-        dues: list[int | None] = [self.agreement.due_ns(), self.convene_ns]
         if self.first:
             return now
         if self.ended:
             return self.heartbeat_ns if self._lingers else NEVER
-        if view is None:
-            if self.works.state == "none":
-                dues.append(self.bootstrap.due_ns)
-        else:
-            dues += (
-                self.heartbeat_ns, self.detector.loud_due(), self.lease.beat_due_ns, self.repeat_ns, self.barrier.due_ns,
-                self.barrier.late_ns(), self.works.permit_due(), self.leave_by_ns,
-            )  # fmt: skip
-            if self.works.state == "running":
-                dues.append(self.lease.until_ns())
-        return min((due for due in dues if due is not None), default=NEVER)
+        if self.view is None:
+            joining = self.works.state == "none"
+            dues = (self.agreement.due_ns(), self.convene_ns, self.bootstrap.due_ns if joining else None)
+            return min([due for due in dues if due is not None], default=NEVER)
+        earliest = min(self.heartbeat_ns, self.lease.due_ns, self.repeat_ns)
+        running = self.works.state == "running"
+        for due in (
+            self.convene_ns, self.agreement.due_ns(), self.detector.loud_due(), self.barrier.due_ns, self.barrier.late_ns(),
+            self.leave_by_ns, self.works.permit_due() if running else None, self.lease.until_ns() if running else None,
+        ):  # fmt: skip
+            if due is not None and due < earliest:
+                earliest = due
+        return earliest
 
     def _fence(self, now: int) -> list[Effect]:
         """No quorum has been seen for a whole lease: nobody may train here (A9)."""

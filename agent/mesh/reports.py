@@ -86,6 +86,11 @@ class Reports:
             m for node, (m, _, last) in sorted(self._joins.items()) if now - last <= self.join_fresh_ns and node not in barred
         )
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is pending."""
+        return not self._table and not self._joins
+
     def convene_at(self, now: int, barred: Collection[str] = ()) -> int | None:
         """When pending reports ask for a roll call: facts almost at once, joins after their window."""
         view = self._view

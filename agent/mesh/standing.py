@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hyperpodrun.agent.mesh import voice
+from hyperpodrun.agent.mesh import convening, voice
 from hyperpodrun.agent.mesh.agreement import Agreement
 from hyperpodrun.agent.mesh.alerts import Alerts
 from hyperpodrun.agent.mesh.effects import Adopt, Effect, End, Persist, Send
@@ -113,7 +113,7 @@ def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
 def stays_in_place(agent: Node, nxt: View, jumped: bool) -> bool:
     """Whether processes here may stay: a decision that was missed may have replaced them."""
     here = agent.member.node
-    return nxt.mode == "run" and nxt.restart == "inprocess" and here in nxt.order and here not in nxt.fresh and not jumped
+    return nxt.mode != "closed" and nxt.restart == "inprocess" and here in nxt.order and here not in nxt.fresh and not jumped
 
 
 def floor_after(agent: Node, nxt: View) -> int:
@@ -144,11 +144,18 @@ def settle(agent: Node, now: int, view: View, digest: str, vote: Vote | None, ca
     agent.detector.adopt(now, tuple(agent.rings.subjects.get(agent.member.node, ())))
     agent.gossip.adopt(len(nodes))
     agent.reports.adopt(view)
-    agent.lease.adopt(now, view, digest)
+    agent.lease.adopt(now, view, digest, agent.order)
     agent.works.adopt(now, view, careful)
     agent.agreement.begin(now, view, digest, vote)
     agent.bootstrap.settle(nodes)
     agent.here = agent.brief_now(now)
+
+
+def lease(agent: Node, now: int) -> list[Effect]:
+    """What is due of this agent's part in the lease trees (A9)."""
+    if now < agent.lease.due_ns:
+        return []
+    return agent.lease.tick(now, convening.order_of_trust(agent), agent.here, agent.agreement.open)
 
 
 def rejoin(agent: Node, now: int, why: str) -> list[Effect]:

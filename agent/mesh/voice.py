@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hyperpodrun.agent.mesh.node import Node
 
 DIRECT = 3
-"""How many candidates are told directly (M7) and grant leases (A9)."""
+"""How many candidates are told directly (M7)."""
 
 
 def accuse(agent: Node, now: int, subject: str, down: bool, loud: bool) -> list[Effect]:

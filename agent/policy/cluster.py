@@ -151,14 +151,16 @@ _IDLE = (State.WAITING, State.DONE, State.BROKEN)
 class ClusterJob:
     """One node's part of a job of several nodes."""
 
-    def __init__(self, pre_script: bool = False, post_script: bool = False) -> None:
+    """`finished`: all ranks here have ended well, as an agent before this one knew."""
+
+    def __init__(self, pre_script: bool = False, post_script: bool = False, finished: bool = False) -> None:
         self.pre_script = pre_script
         self.post_script = post_script
         self.state = State.WAITING
         self.stopped_by: int | None = None
         self.world: World | None = None
         self._told_failure = False
-        self._finished = False
+        self.finished = finished
         self._stop_asked: int | None = None
         self._ending = False
         """The attempt's processes are being ended: nothing of it goes on in place."""
@@ -189,8 +191,8 @@ class ClusterJob:
                 return self._script_ended(code)
             case job.AttemptOver() if self.state in (State.TRAINING, State.PARKED):
                 return self._attempt_over(event)
-            case job.AttemptBack(code) if self.state is State.TRAINING:
-                return self._attempt_back(code)
+            case job.AttemptBack() if self.state is State.TRAINING:
+                return self._attempt_back(event)
             case job.StopSignal(number, at_once):
                 return self._stop_signal(number, at_once, now_s)
         return []
@@ -204,7 +206,7 @@ class ClusterJob:
         if self.state not in (*_IDLE, State.PARKED) or self.stopped_by is not None or self._over is not None or self._ending:
             return []
         self.world = world
-        self._told_failure = self._finished = False
+        self._told_failure = self.finished = False
         self._stop_asked = None
         if self.state is State.PARKED:
             self.state = State.TRAINING
@@ -236,11 +238,11 @@ class ClusterJob:
         self._ending = True
         return [job.StopAttempt(kill)]
 
-    def _attempt_back(self, code: int) -> list[Effect]:
+    def _attempt_back(self, event: job.AttemptBack) -> list[Effect]:
         if self._ending or self.stopped_by is not None or self._over is not None:
             return []  # they are being ended: AttemptOver follows
         self.state = State.PARKED
-        told = self._tell_failed(code, "the workers failed", symptoms=Symptoms(in_place=True)) if code else []
+        told = self._tell_failed(event.code, "the workers failed", symptoms=event.symptoms) if event.code else []
         return told + (self._tell_parked() if self._stop_asked is not None else [])
 
     def _tell_parked(self) -> list[Effect]:
@@ -266,11 +268,12 @@ class ClusterJob:
         return told + self._idle(State.BROKEN)
 
     def _attempt_over(self, event: job.AttemptOver) -> list[Effect]:
-        if event.code == 0 and self._stop_asked is None and self.stopped_by is None and self._over is None and not self._ending:
+        ordered = self._stop_asked is not None or self.stopped_by is not None or self._over is not None or self._ending
+        if event.code == 0 and self.state is State.TRAINING and not ordered:
             self.state = State.DONE
-            self._finished = True
+            self.finished = True
             return [TellFinished(self.generation)]
-        told = self._tell_failed(event.code, "the workers failed", symptoms=Symptoms(final=event.final)) if event.code else []
+        told = self._tell_failed(event.code, "the workers failed", symptoms=event.symptoms) if event.code else []
         return told + self._idle(State.BROKEN)
 
     def _idle(self, state: State) -> list[Effect]:
@@ -315,7 +318,7 @@ class ClusterJob:
             return self._end_what_runs(kill=False)
         if self.state is State.POST:
             return []
-        if over.code == 0 and self.stopped_by is None and self.post_script and self._finished:
+        if over.code == 0 and self.stopped_by is None and self.post_script and self.finished:
             self.state = State.POST
             return [job.RunScript("post")]
         return self._end(over.code)

@@ -1,12 +1,16 @@
 """`python -m hyperpodrun.agent.sim --seeds A:B --nodes 3:16`: run seeds in slices; count and digest of each.
 
-Exit code 1 when an invariant is broken: prints seed, invariant and schedule. `--trace` prints the whole run of one
-seed.
+`--jobs` processes share the seeds of a slice. Exit code 1 when an invariant is broken: prints seed, invariant and
+schedule. `--trace` prints the whole run of one seed.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from hashlib import blake2b
 
 import msgspec
@@ -37,42 +41,60 @@ def span(text: str) -> tuple[int, int]:
     return (int(first), int(last)) if last else (int(first), int(first) + 1)
 
 
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m hyperpodrun.agent.sim", description=__doc__)
     parser.add_argument("--seeds", type=span, default=(0, 1000), metavar="A:B", help="seeds A to B-1, or one seed")
     parser.add_argument("--nodes", type=span, default=(3, 16), metavar="LOW:HIGH", help="slots of a job, both included")
-    parser.add_argument("--slice", type=int, default=1000, help="seeds a line of output")
-    parser.add_argument("--trace", action="store_true", help="print what happens")
+    parser.add_argument("--slice", type=positive, default=1000, help="seeds a line of output")
+    parser.add_argument("--jobs", type=positive, default=1, help="processes; the output does not depend on it but for times")
+    parser.add_argument("--trace", action="store_true", help="print what happens (one process)")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first seed that fails")
     asked = parser.parse_args()
+    jobs = 1 if asked.trace else asked.jobs
     failed = 0
-    for first in range(asked.seeds[0], asked.seeds[1], asked.slice):
-        failed += run_slice(asked, first, min(first + asked.slice, asked.seeds[1]))
-        if failed and not asked.go_on:
-            break
+    with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+        for first in range(asked.seeds[0], asked.seeds[1], asked.slice):
+            seeds = range(first, min(first + asked.slice, asked.seeds[1]))
+            chunk = max(1, min(50, len(seeds) // (4 * jobs)))
+            one = partial(run_seed, nodes=asked.nodes, trace=asked.trace)
+            results = map(one, seeds) if pool is None else pool.map(one, seeds, chunksize=chunk)
+            failed += tell_slice(asked, seeds, results)
+            if failed and not asked.go_on:
+                break
     return 1 if failed else 0
 
 
-def run_slice(asked: argparse.Namespace, first: int, last: int) -> int:
-    """Run these seeds, print their count and digest; how many failed."""
+def run_seed(seed: int, nodes: tuple[int, int], trace: bool) -> tuple[str, str | None]:
+    """`run_one` of the schedule of a seed."""
+    return run_one(random_schedule(seed, *nodes), trace)
+
+
+def tell_slice(asked: argparse.Namespace, seeds: range, results: Iterable[tuple[str, str | None]]) -> int:
+    """Print count and digest of these seeds, whose results come in their order; how many failed."""
     total = blake2b(digest_size=16)
     began = time.monotonic()
     failed = 0
     count = 0
-    for seed in range(first, last):
-        schedule = random_schedule(seed, *asked.nodes)
-        digest, wrong = run_one(schedule, asked.trace)
+    for seed, (digest, wrong) in zip(seeds, results, strict=False):
         total.update(digest.encode())
         count += 1
         if wrong is not None:
             failed += 1
             print(f"seed {seed}: {wrong}", flush=True)
             if not asked.go_on:
-                print(msgspec.json.encode(schedule).decode())
+                print(msgspec.json.encode(random_schedule(seed, *asked.nodes)).decode())
                 break
     took = time.monotonic() - began
     each = 1000 * took / max(1, count)
+    first = seeds.start
     print(
         f"seeds {first}:{first + count}: {count}, {failed} failed, digest {total.hexdigest()}, {took:.1f} s, {each:.0f} ms each",
         flush=True,

@@ -128,7 +128,8 @@ def random_config(rng: random.Random, low: int, high: int) -> MeshConfig:
 def random_schedule(seed: int, low: int, high: int) -> Schedule:
     """The schedule of a seed."""
     rng = random.Random(f"schedule {seed}")
-    config = random_config(rng, low, high)
+    fan = random.Random(f"fan {seed}").choice((2, 2, 3, 4, 16))
+    config = msgspec.structs.replace(random_config(rng, low, high), lease_fan=fan)
     nodes = names(config.slots)
     late = rng.random() < 0.3
     starts = []

@@ -13,7 +13,7 @@ from collections import deque
 from hyperpodrun.agent.mesh.effects import Event
 from hyperpodrun.agent.mesh.inbox import NEVER
 from hyperpodrun.agent.mesh.node import Node
-from hyperpodrun.agent.wire.mesh import Message, Source, Vote
+from hyperpodrun.agent.wire.mesh import Member, Message, Source, Vote
 
 Generation = tuple[str, int]
 """(chain, generation): one training world."""
@@ -26,6 +26,9 @@ class Host:
         self.name = name
         self.power = True
         self.node: Node | None = None
+        self.member: Member | None = None
+        self.source: Source = ("", 0)
+        """What the transport calls this member."""
         self.life = 0
         self.starts = 0
         self.incarnation = 0

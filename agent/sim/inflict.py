@@ -140,7 +140,7 @@ def _partition(world: World, fault: Fault) -> None:
 
 def _weather(world: World, fault: Fault) -> None:
     if fault.kind == "loss":
-        world.links.loss = fault.value
+        world.links.set_loss(fault.value)
     else:
         world.links.delay_ns = fault.value * MS
     _later(world, fault, CALM, (fault.kind,))
@@ -149,7 +149,7 @@ def _weather(world: World, fault: Fault) -> None:
 def calm(world: World, kind: str) -> None:
     """No more of this kind."""
     if kind == "loss":
-        world.links.loss = 0
+        world.links.set_loss(0)
     elif kind == "falter":
         world.falter = None
     else:

@@ -6,7 +6,8 @@ checkpoints (frozen hosts do neither: permits end with the lease, and the first 
 the permit is given only when no worker of an older world, of this history or another, runs anywhere. I4 nothing is
 decided without a quorum that accepted it, on disk. I5 only members vote, a promise never decreases over the life of a
 vote file, no acceptance below it. I6 ranks are 0..n-1, each once, and the map is the one the oracle finds. I9 nobody
-who answered the roll call is dropped with fewer than H alerts.
+who answered the roll call is dropped with fewer than H alerts. I10 a lease says the truth: when it begins, no successor
+of its holder's view had been decided.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Invariants:
         self._order: dict[Generation, tuple[str, ...]] = {}
         self._born: dict[Generation, int] = {}
         self._made: dict[Generation, str] = {}
+        self._succeeded: dict[str, int] = {}
         self._started: dict[Generation, str] = {}
 
     def persisted(self, host: Host, vote: Vote | None) -> None:
@@ -92,6 +94,7 @@ class Invariants:
             return
         self.views[digest] = view
         self.decided_at[digest] = self._world.now
+        self._succeeded.setdefault(view.parent, self._world.now)
         try:
             validate(view)
         except ValueError as error:
@@ -163,6 +166,16 @@ class Invariants:
                 continue
             if counts.get(member.node, 0) < (8 * k + 9) // 10 and member.node not in slots:
                 raise Violation(f"I9 {member.node} answered the roll call and is dropped in view {view.number}")
+
+    def leased(self, host: Host, until_ns: int) -> None:
+        """A host's workers may run until then, by its clock (I10). Clocks that run apart cost a little of the fence's margin."""
+        config = self._world.config
+        followed = self._succeeded.get(host.node.digest) if host.node is not None else None
+        begins = host.true(until_ns - config.lease_ns)
+        if followed is not None and begins > followed + (config.fence_ns - config.lease_ns) // 20:
+            raise Violation(
+                f"I10 the lease of {host.name} begins {(begins - followed) // 1_000_000} ms after its view's successor"
+            )
 
     def started(self, world: Generation, in_place_on: str = "") -> None:
         """Workers of a generation start somewhere: no generation ever means two worlds, not even of a lost view (A11).

@@ -10,15 +10,17 @@ import random
 
 
 class Links:
-    """`base_ns`: a message takes once to twice as long. `loss`: per cent. `delay_ns`: up to so much longer."""
+    """`base_ns`: a message takes once to twice as long. `delay_ns`: up to so much longer."""
 
     def __init__(self, seed: int, base_ns: int) -> None:
         self._bits = random.Random(f"net {seed}").getrandbits
         self._base_ns = base_ns
         self._width = base_ns.bit_length()
         self._cuts: dict[tuple[str, str], int] = {}
-        self.loss = 0
+        self._loss = 0
         self.delay_ns = 0
+        self.lossy = False
+        """Anything may be lost at all now."""
 
     def latency(self) -> int:
         """How long the next message takes."""
@@ -30,9 +32,14 @@ class Links:
 
     def loses(self, sender: str, to: str) -> bool:
         """Whether the next message of this direction is lost."""
-        if self._cuts and (sender, to) in self._cuts:
+        if (sender, to) in self._cuts:
             return True
-        return bool(self.loss) and self._below(100) < self.loss
+        return bool(self._loss) and self._below(100) < self._loss
+
+    def set_loss(self, percent: int) -> None:
+        """From now on."""
+        self._loss = percent
+        self.lossy = bool(self._cuts) or bool(percent)
 
     def is_cut(self, sender: str, to: str) -> bool:
         """Whether this direction loses everything now."""
@@ -42,6 +49,7 @@ class Links:
         """These directions lose everything until they are mended."""
         for pair in pairs:
             self._cuts[pair] = self._cuts.get(pair, 0) + 1
+        self.set_loss(self._loss)
 
     def mend(self, pairs: list[tuple[str, str]]) -> None:
         """One cut of each is over."""
@@ -49,6 +57,7 @@ class Links:
             self._cuts[pair] -= 1
             if not self._cuts[pair]:
                 del self._cuts[pair]
+        self.set_loss(self._loss)
 
     def _below(self, limit: int) -> int:
         width = limit.bit_length()

@@ -113,13 +113,14 @@ class World:
         mark, before, busiest = self.now + S, self.count, 2000 * len(self.hosts) + 20_000
         heap, handlers, update = self._heap, _HANDLERS, self._digest.update
         while heap and heap[0][0] <= until:
-            self.now, _, kind, event = heappop(heap)
-            self.count += 1
-            if self.now > mark:
-                mark, before = self.now + S, self.count
-            elif self.count - before > busiest:
+            now, _, kind, event = heappop(heap)
+            self.now = now
+            self.count = count = self.count + 1
+            if now > mark:
+                mark, before = now + S, count
+            elif count - before > busiest:
                 raise Violation(f"livelock: {busiest} events within a second")
-            update(b"%d %d;" % (self.now, kind))
+            update(b"%d %d;" % (now, kind))
             handlers[kind](self, *event)
         self.now = until
         return self._digest.hexdigest()
@@ -157,7 +158,8 @@ class World:
         node = host.node
         if node is None:
             return
-        at = max(host.true(node.next_deadline()), self.now)
+        host.due_ns = node.next_deadline()
+        at = max(host.true(host.due_ns), self.now)
         if at < host.wake_ns or host.wake_ns <= self.now:
             host.wake_ns = at
             self.push(at, WAKE, (host, host.life, at))
@@ -203,14 +205,19 @@ class World:
         self.messages += 1
         target = self.hosts.get(to)
         node = host.node
-        if target is None or target.node is None or node is None or self.links.loses(host.name, to):
+        links = self.links
+        if target is None or target.node is None or node is None or (links.lossy and links.loses(host.name, to)):
             return
-        self.push(self.now + self.links.latency(), MESSAGE, (target, node.member.source, message))
+        member = node.member
+        if member is not host.member:
+            host.member, host.source = member, member.source
+        self._sequence += 1
+        heappush(self._heap, (self.now + links.latency(), self._sequence, MESSAGE, (target, host.source, message)))
 
     def _on_message(self, host: Host, source: Source, message: Message) -> None:
         if host.node is None:
             return
-        if host.frozen or host.free_ns > self.now:
+        if host.free_ns > self.now or host.frozen:
             host.inbox.append((source, message))
             if not host.draining and not host.frozen:
                 host.draining = True
@@ -223,13 +230,14 @@ class World:
         node = host.node
         if node is None:
             return
-        host.free_ns = self.now + self._cost_ns
+        now = self.now
+        host.free_ns = now + self._cost_ns
         if type(message) is Promise:
             self._rolls.setdefault((host.name, message.parent, message.ballot), set()).add(source)
-        effects = node.receive(host.clock(self.now), source, message)
+        effects = node.receive(host.origin_ns + now + now * host.ppm // 1_000_000, source, message)
         if effects:
             self.carry_out(host, effects)
-        if host.node is not None and host.true(node.next_deadline()) < host.wake_ns:
+        if node.due != host.due_ns and host.node is node and host.true(node.due) < host.wake_ns:
             self.wake(host)
 
     def _on_drain(self, host: Host, life: int) -> None:
@@ -256,27 +264,36 @@ class World:
                 if host.crash_after < 0:
                     crash_now(self, host)
                     return
-            self._effect(host, node, effect)
-            if host.life != life:
-                return
+            if type(effect) is Send:
+                message = effect.message
+                if type(message) in _CHECKED:
+                    self._check_sent(host, node, message)
+                    if host.life != life:
+                        return
+                self.send(host, effect.to, message)
+            else:
+                self._effect(host, node, effect)
+                if host.life != life:
+                    return
         if self._validate and effects:
             node.validate()
 
+    def _check_sent(self, host: Host, node: Node, message: Message) -> None:
+        """Does this vote, or choice, rest on what it should? And does its sender falter instead of sending it?"""
+        if isinstance(message, Promise | AcceptedMsg):
+            self.invariants.sent(host, message)
+            return
+        if isinstance(message, Accept):
+            self._check_choice(host, node, message)
+        if self.falter is not None:
+            self.falter -= 1
+            if self.falter < 0:
+                self.falter = None
+                host.crash_for_ns = self.falter_ns
+                crash_now(self, host)
+
     def _effect(self, host: Host, node: Node, effect: Effect) -> None:
         match effect:
-            case Send(to, message):
-                if type(message) is Promise or type(message) is AcceptedMsg:
-                    self.invariants.sent(host, message)
-                elif type(message) is Accept:
-                    self._check_choice(host, node, message)
-                if self.falter is not None and (type(message) is Accept or type(message) is Decided):
-                    self.falter -= 1
-                    if self.falter < 0:
-                        self.falter = None
-                        host.crash_for_ns = self.falter_ns
-                        crash_now(self, host)
-                        return
-                self.send(host, to, message)
             case Persist(vote):
                 host.disk = vote
                 self.invariants.persisted(host, vote)
@@ -315,6 +332,7 @@ class World:
                 self.push(self.now + 1 * S, EXIT, (host, host.life))
             case Lease(until_ns):
                 host.lease_ns = until_ns
+                self.invariants.leased(host, until_ns)
 
     def _check_choice(self, host: Host, node: Node, message: Accept) -> None:
         key = (host.name, message.parent, message.ballot)
@@ -351,6 +369,7 @@ class World:
         inflict(self, self.schedule.faults[index])
 
 
+_CHECKED = frozenset({Promise, AcceptedMsg, Accept, Decided})
 _HANDLERS: dict[int, Callable[..., None]] = {
     MESSAGE: World._on_message, WAKE: World._on_wake, DRAIN: World._on_drain, START: World.start, FAULT: World._on_fault,
     EVENT: World._on_event, GONE: World._on_gone, EXIT: World._on_exit, POWER: power_back, THAW: thaw, MEND: mend, CALM: calm,

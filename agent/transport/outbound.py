@@ -88,6 +88,7 @@ class Outbound:
         self._source: Source | None = None
         self._connected = False
         self._dialled_s = 0.0
+        self._connected_s = 0.0
         self._handshake_failure: tuple[int, int] | None = None
         around.away += 1
         before = max(0, around.away - DIALLED_AT_ONCE)
@@ -236,7 +237,8 @@ class Outbound:
     def _monitored(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self._connected = True
-            self._limit(ANSWER_S, self._ended)
+            self._connected_s = self._around.reactor.now_s()
+            self._limit(ANSWER_S, self._unanswered)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._say_hello()
         elif event & HANDSHAKE_FAILED:
@@ -305,7 +307,7 @@ class Outbound:
         self.state = "up"
         self._around.away -= 1
         self._up_s = self._around.reactor.now_s()
-        for topic in ("job", "version", "handshake", "unfit"):
+        for topic in ("job", "version", "handshake", "unfit", "silent"):
             self._around.complaints.over(f"{topic} {self.place}")
         self._on_up(self, answer)
         if self.state == "up":
@@ -332,6 +334,10 @@ class Outbound:
         place, encrypted = self.place, self._around.keys is not None
         if self.state != "dialing":
             return
+        waited_s = self._around.reactor.now_s() - self._connected_s
+        if failure == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and waited_s >= 0.9 * self._around.settings.handshake_ms / 1000:
+            self._stands_still(waited_s)  # libzmq gave up waiting; it tells this apart from a refusal by the time alone
+            return
         if failure == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             # It hung up without a word. A process that just ends does that too, but not again and again.
             self._hung_up += 1
@@ -351,6 +357,17 @@ class Outbound:
             f"handshake {place}",
             f"the peer at {place} refused the handshake: {meaning}. It is tried again; "
             "give all nodes of the job the same --job-secret-file and --job-id",
+        )
+
+    def _unanswered(self) -> None:
+        self._stands_still(ANSWER_S)
+        self._ended()
+
+    def _stands_still(self, waited_s: float) -> None:
+        self._around.complaints.about(
+            f"silent {self.place}",
+            f"the peer at {self.place} took the connection and has said nothing for {waited_s:.0f} s: timed out. Its process stands "
+            "still or is overloaded, or it is no agent. It is tried again",
         )
 
     def _ended(self, wait: bool = True) -> None:

@@ -2,8 +2,11 @@
 
 Peers are named by their node: whoever lives in that slot now. Contact points are addresses without a name: they are dialled
 until somebody answers, and from then on that connection is the node's. Whoever says hello tells how it can be reached, so an
-answer needs no address. A connection asked for with `connect` is kept up and its loss is told; one that was only opened by
-`send` is closed after `IDLE_S` without use.
+answer needs no address.
+
+A connection costs some 100 KiB and six descriptors at each end, and there are as many peers as the job has nodes. So only what
+was asked for with `connect` or `find` is kept up; whatever else is sent to gets a connection with its first message, which waits
+for it, and loses it after `IDLE_S` without another.
 
 `send` never blocks and nothing is promised: a message may be lost, may arrive once, never twice, and between two processes in
 the order sent (while one connection lasts). What arrives is from an agent of this job, and from the node that it names as far
@@ -20,6 +23,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from hyperpodrun.agent import open_files
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.transport import keys
 from hyperpodrun.agent.transport.addresses import Address, is_loopback
@@ -27,15 +31,14 @@ from hyperpodrun.agent.transport.binding import EVERYWHERE, bind, hosts_to_bind
 from hyperpodrun.agent.transport.complaints import Complaints
 from hyperpodrun.agent.transport.frames import Hello, Identity, Refused, Welcome
 from hyperpodrun.agent.transport.inbox import Inbox, Link
-from hyperpodrun.agent.transport.limits import raise_open_files
 from hyperpodrun.agent.transport.outbound import Key, Outbound
 from hyperpodrun.agent.transport.probe import Outcome, own_addresses, probe_tcp
 from hyperpodrun.agent.transport.resolver import Resolver
 from hyperpodrun.agent.transport.surroundings import Surroundings
 from hyperpodrun.agent.transport.zsocket import Settings
 
-IDLE_S = 60.0
-SWEEP_S = 10.0
+IDLE_S = 15.0
+SWEEP_S = 5.0
 MOST_SOCKETS = 32768
 KNOWN_ADDRESSES = 16
 TOLD_ADDRESSES = 8
@@ -99,7 +102,7 @@ class Transport:
         job_keys = keys.derive(secret, label) if secret is not None else None
         hosts = hosts_to_bind(bind_hosts, open_to_network=secret is not None or insecure)
         self.identity = identity
-        self.former_open_files = raise_open_files()
+        open_files.raise_limit()
         self._reactor = reactor
         self._on_message = on_message
         self._on_lost = on_lost
@@ -123,7 +126,6 @@ class Transport:
         self._book: dict[str, tuple[Address, ...]] = {}
         self._sessions: dict[str, list[bytes]] = {}
         self._contacts: dict[Address, str | None] = {}
-        self._own_places: set[Address] = set()
         self._inbox = Inbox(
             reactor,
             self._context,
@@ -153,12 +155,15 @@ class Transport:
         """Send to whoever lives in this node's slot, or to who answers at a contact point. False when it was dropped at once."""
         if len(payload) > self._largest:
             raise ValueError(f"a message of {len(payload)} bytes is larger than the {self._largest} that peers take")
-        peer = self._peers.get(self._contacts.get(to) or to if isinstance(to, Address) else to)
+        key = (self._contacts.get(to) or to) if isinstance(to, Address) else to
+        peer = self._peers.get(key)
         if peer is None:
-            if isinstance(to, Address) or not self._book.get(to) or to == self.identity.node:
+            if isinstance(key, Address) and key.port is not None:
+                self._contacts.setdefault(key, None)
+            elif isinstance(key, Address) or not self._book.get(key) or key == self.identity.node:
                 self._counters["unknown_peer"] += 1
                 return False
-            peer = self._open(to)
+            peer = self._open(key)
         return peer.send(payload)
 
     def connect(self, node: str, addresses: Sequence[Address] = ()) -> None:
@@ -188,6 +193,10 @@ class Transport:
         if address not in self._peers and (node is None or not self.is_up(node)):
             self._contacts[address] = None
             self._open(address)
+
+    def release(self, node: str) -> None:
+        """The connection to this node need not be kept up any more: it is closed once nothing is sent there."""
+        self._pinned.discard(node)
 
     def forget(self, key: Key) -> None:
         """Close the connection to a node, or stop looking for a contact point. What was learned is kept."""
@@ -294,7 +303,6 @@ class Transport:
                     peer.send(payload)
                 other.close()
         self.learn(node, [address])
-        self._pinned.add(node)
         self._on_found(address, Identity(who.node, who.incarnation))
 
     def _lost(self, peer: Outbound, who: Identity) -> None:
@@ -302,7 +310,8 @@ class Transport:
         for address, node in list(self._contacts.items()):
             if node == who.node and address not in self._peers:
                 self._contacts[address] = None  # whoever answers there next may be somebody else
-                self._open(address)
+                if address in self._pinned:
+                    self._open(address)
         self._on_lost(who)
 
     def _is_self(self, peer: Outbound) -> None:
@@ -315,8 +324,9 @@ class Transport:
     def _sweep(self) -> None:
         self._sweeper = self._reactor.call_later(SWEEP_S, self._sweep)
         old_s = self._reactor.now_s() - IDLE_S
+        wanted = self._pinned.union(node for address, node in self._contacts.items() if node and address in self._pinned)
         for key, peer in list(self._peers.items()):
-            if key not in self._pinned and peer.used_s < old_s:
+            if key not in wanted and peer.used_s < old_s:
                 del self._peers[key]
                 peer.close()
 
@@ -335,7 +345,9 @@ class Transport:
         if hello.want not in ("", me.node):
             return Refused("wanted", me.node)
         if reason := self._admit(Identity(hello.node, hello.incarnation), hello.greeting):
-            self._complaints.about(f"admit {host} {hello.node}", f"node {hello.node!r} at {host} was refused: {reason}")
+            # Where it listens, as far as is known: if it has refused us as well, one line is enough.
+            place = Address(host, hello.port)
+            self._complaints.about(f"unfit {place}", f"node {hello.node!r} at {host} was refused: {reason}")
             return Refused("unfit", reason[:1000])
         self._heard_from(hello, host)
         return Welcome(me.node, me.incarnation, self._around.session)

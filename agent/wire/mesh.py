@@ -242,18 +242,27 @@ class Chain(msgspec.Struct, frozen=True, gc=False, tag="chain"):
 
 
 class Beat(msgspec.Struct, frozen=True, gc=False, tag="beat"):
-    """Ask a candidate for a lease (A9). `echo` is the newest `stamp` seen from it (0: none); `open`: accepted, undecided."""
+    """One level up in the tree of the candidate `root` (A9).
+
+    `evidence`: for stamps of the root, the members (bit i, little-endian: the view's i-th) that echoed it with nothing open;
+    `asks`: a grant is wanted at once.
+    """
 
     brief: Brief
+    root: str
     sent_ns: int
-    echo: int
-    open: bool
+    evidence: tuple[tuple[int, bytes], ...]
+    asks: bool
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False, tag="grant"):
-    """`sent_ns` as it was in the beat, `stamp` to be echoed; `age_ns`: since when a quorum is known to be with us, None: not."""
+    """One level down in the tree of `root`. `stamp`: the newest, to be echoed (0: none yet). `sent_ns`: as in the last beat.
+
+    `age_ns`: since when, as that beat came in, a quorum was known to be with us (negative: known later); None: not known.
+    """
 
     view: str
+    root: str
     sent_ns: int
     stamp: int
     age_ns: int | None

@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from hyperpodrun.agent import open_files
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes, launch
 from hyperpodrun.agent.workers.spawn import Gate, raised
@@ -72,6 +73,7 @@ class Forkserver:
             if line_fd >= 0:
                 os.close(line_fd)
             theirs.close()
+        open_files.give_back(pid)  # and so to all that is forked from it
         ours.setblocking(False)
         self.pid, self._line, self.state = pid, ours, "loading"
         self._reactor.on_readable(ours.fileno(), self._read)

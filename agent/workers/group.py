@@ -65,6 +65,7 @@ class End(msgspec.Struct, frozen=True):
     """It was stopped because it would not end by itself."""
     fault: link.Fault | None = None
     why: str = ""
+    rung: link.Rung = ""
 
     @property
     def failed(self) -> bool:
@@ -199,6 +200,12 @@ class FirstFailure(msgspec.Struct, frozen=True):
     end: End
 
 
+class FurtherFailure(msgspec.Struct, frozen=True):
+    """Another worker failed after the first, and not by our doing: maybe it is the cause of what was seen first."""
+
+    end: End
+
+
 class Sweep(msgspec.Struct, frozen=True):
     """End what the workers left behind and drain their output; answer with `Swept`."""
 
@@ -230,7 +237,7 @@ class Over(msgspec.Struct, frozen=True):
 
 
 Effect = (
-    MakeProcesses | CancelStart | Ask | DumpStacks | Kill | FirstFailure | Sweep | Back | Over
+    MakeProcesses | CancelStart | Ask | DumpStacks | Kill | FirstFailure | FurtherFailure | Sweep | Back | Over
     | recall.Enter | recall.Interrupt | recall.KillAlone | recall.SweepAlone | recall.AllIn | recall.AllReturned | recall.Released
 )  # fmt: skip
 
@@ -361,8 +368,11 @@ class WorkerGroup:
                 effects += self._failed(end, now_s)
             elif self._skew_deadline_s is None:
                 self._skew_deadline_s = now_s + self.skew_timeout_s
-        elif self.alive:
-            effects += self._carried(self.recall.exited(local_rank, well=not end.failed), now_s)
+        elif self.state in (State.RECALLING, State.BACK):
+            if end.failed and not end.sent and local_rank not in self.failures:
+                effects.append(FurtherFailure(end))
+            if self.alive:
+                effects += self._carried(self.recall.exited(local_rank, well=not end.failed), now_s)
         if not self.alive and self.state is not State.STARTING:
             effects += self._sweep()
         return effects
@@ -386,7 +396,7 @@ class WorkerGroup:
     def _failed(self, end: End, now_s: float) -> list[Effect]:
         """A rank failed while the group was running (or living ones waited for others to be made)."""
         if self._cause is not None:
-            return []
+            return [FurtherFailure(end)]
         if self.state is State.STARTING:
             return [FirstFailure(end), *self._later("failure")]
         return [FirstFailure(end), *self._leave("failure", now_s, "another rank failed")]
@@ -431,13 +441,16 @@ class WorkerGroup:
             if after in (Place.LEAVING, Place.KILLED) or (after is Place.BARRIER and place is not Place.STARTING):
                 return [*effects, *self._failed(self._fault(local_rank, message, now_s), now_s)]
         elif self.state is State.RECALLING and local_rank not in self.failures and isinstance(message, link.Fault | link.Unfit):
-            self._fault(local_rank, message, now_s)
+            effects.append(FurtherFailure(self._fault(local_rank, message, now_s)))
         return effects
 
     def _fault(self, local_rank: int, message: link.FromWorker, now_s: float) -> End:
         fault = message if isinstance(message, link.Fault) else None
         why = message.reason if isinstance(message, link.Unfit) else ""
-        end = End(local_rank, self.alive[local_rank], None, now_s, fault=fault, why=why)
+        rung = message.rung if isinstance(message, link.Fault | link.Unfit) else ""
+        if not (fault or why):
+            why = "it left its function without a word"
+        end = End(local_rank, self.alive[local_rank], None, now_s, fault=fault, why=why, rung=rung)
         return self.failures.setdefault(local_rank, end)
 
     def _reenter(self, now_s: float) -> list[Effect]:

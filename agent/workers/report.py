@@ -14,6 +14,7 @@ import msgspec
 from hyperpodrun.agent.health.shm import ShmFigures
 from hyperpodrun.agent.policy.blame import Evidence, WorkerEnd
 from hyperpodrun.agent.wire.exit_codes import from_wait_status, signal_name, signal_of_wait_status
+from hyperpodrun.agent.wire.rungs import Asked
 from hyperpodrun.agent.workers.lines import Tail
 from hyperpodrun.agent.workers.plain import plain, plain_text
 
@@ -33,6 +34,7 @@ class FailedRank(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence = Evidence()
     tail: Tail = Tail()
     log_files: tuple[str, ...] = ()
+    rung: Asked = ""
 
 
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +71,16 @@ def headline(root: FailedRank, about: Circumstances) -> str:
     if end.unkillable:
         what = "could not be killed: the kernel holds it"
     elif end.hung:
-        what = f"was hung: {end.why}" if end.why else f"was hung and had to be stopped ({ending(end.status)})"
+        what = "was hung" if end.why else f"was hung and had to be stopped ({ending(end.status)})"
     elif end.left:
-        what = f"failed: {plain(end.why)}" if end.why else "failed"
+        what = "failed"
     line = f"rank {end.rank} (local rank {end.local_rank}, pid {end.pid}) on {about.host} {what}"
     line += f", {_seconds(end.at_s - about.started_at_s)} after the start"
     if about.restart_count:
         line += f" (restart {about.restart_count})"
-    if cause := exception_line(root):
+    if end.why:
+        line += f": {plain(end.why)}"
+    elif cause := exception_line(root):
         line += f": {cause}" if _exception_is_certain(root) else f"; the last exception in its output is {cause}"
     return line
 
@@ -172,10 +176,10 @@ def render_short(root: FailedRank, victims: int, about: Circumstances) -> str:
     traceback = _traceback(root)
     if traceback:
         lines += _indent(_lines(traceback, TRACEBACK_LINES)[-SHORT_LINES:])
-    elif not root.end.left and not root.end.hung:
+    elif not root.end.left and not root.end.hung and any(line.strip() for line in root.tail.stderr):
         lines += _last_output(root, beside_traceback=False)[-SHORT_LINES:]
     if victims:
-        lines.append(f"{victims} other ranks failed by it" if victims > 1 else "another rank failed by it")
+        lines.append(f"{victims} other ranks failed with it" if victims > 1 else "another rank failed with it")
     lines.append(about.next_step)
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from hyperpodrun.agent import open_files
 from hyperpodrun.agent.reactor import Reactor, Timer
 
 
@@ -42,6 +43,7 @@ class Script:
             setsigmask=[],
             setsigdef=[signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2],
         )
+        open_files.give_back(self._pid)
         self._watch_child(self._pid, lambda status: self._ended(status, on_end))
 
     def stop(self, kill: bool, grace_s: float) -> None:

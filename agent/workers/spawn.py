@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from hyperpodrun.agent import open_files
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.wire import exit_codes
 from hyperpodrun.agent.wire.launch import Worker
@@ -71,7 +72,7 @@ def spawn_worker(
     cpus = ",".join(map(str, worker.cpus or ()))
     gate_fd = raised(gate.read_fd)
     try:
-        return os.posix_spawn(
+        pid = os.posix_spawn(
             python,
             [os.fsencode(word) for word in (python, "-I", "-S", prelude, str(os.getpid()), cpus)] + [program, *argv],
             dict(worker.env),
@@ -84,6 +85,8 @@ def spawn_worker(
         )
     finally:
         os.close(gate_fd)
+    open_files.give_back(pid)
+    return pid
 
 
 class Spawner:

@@ -91,19 +91,19 @@ def whole(minimum: int, maximum: int = LARGEST_COUNT, allowed: str = "") -> Kind
     return Kind("N", allowed, parse)
 
 
+def _seconds(text: str, zero: bool = False) -> float:
+    try:
+        number = float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        raise BadValueError("") from None
+    if not math.isfinite(number) or number < 0 or number > 1e9 or (number == 0 and not zero):
+        raise BadValueError("")
+    return number
+
+
 def seconds(zero: str = "") -> Kind:
     """A finite number of seconds; 0 only where `zero` says what it means."""
-
-    def parse(text: str) -> float:
-        try:
-            number = float(text) if text.isascii() and "_" not in text else math.nan
-        except ValueError:
-            raise BadValueError("") from None
-        if not math.isfinite(number) or number < 0 or number > 1e9 or (number == 0 and not zero):
-            raise BadValueError("")
-        return number
-
-    return Kind("S", f"seconds, more than 0{f' (or 0: {zero})' if zero else ''}", parse)
+    return Kind("S", f"seconds, more than 0{f' (or 0: {zero})' if zero else ''}", lambda text: _seconds(text, bool(zero)))
 
 
 def choice(values: Mapping[str, object]) -> Kind:
@@ -248,14 +248,14 @@ def _arguments(text: str) -> tuple[str, ...]:
         raise BadValueError(str(error).rstrip(".").lower()) from None
 
 
-def _on_quorum_loss(text: str) -> str:
+def _on_quorum_loss(text: str) -> float:
+    """Seconds until silent nodes are taken for dead; "hold" waits without an end."""
     word, colon, wait = text.partition(":")
     if text == "hold":
-        return text
+        return math.inf
     if word != "continue" or not colon:
         raise BadValueError("")
-    SECONDS.parse(wait)
-    return text
+    return _seconds(wait)
 
 
 FLAG = Kind("", "1, true, yes or on, and 0, false, no or off", boolean)

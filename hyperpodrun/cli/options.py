@@ -2,8 +2,8 @@
 
 Every option can be given as `--name` (dashes and underscores are the same), as the variable HYPERPODRUN_<NAME> and as PET_<NAME>;
 the first of these that is there and not empty counts. `note` is said once, at the start, when the user gave the option and this
-release does less with it than its name promises; no option is taken in silence and then forgotten. `quiet` holds texts that ask
-for nothing (`--spares 0`), where the note would only be noise.
+release does less with it than its name promises, or it gives up what the others rest on; no option is taken in silence and then
+forgotten. `quiet` holds texts that ask for nothing (`--spares 0`), where the note would only be noise.
 """
 
 from typing import Literal
@@ -76,6 +76,10 @@ def _not_yet(effect: str) -> str:
 
 
 _ALONE = "this job has one node, so no other agent is contacted"
+_UNSAFE = (
+    "UNSAFE: should most nodes fall silent for so long, this one takes them for dead and trains on without them; "
+    "if they are only cut off, two worlds of this job train at once"
+)
 _HEALTH = _not_yet("nothing watches the GPUs during the run")
 _SERVER = _not_yet("no HTTP server is started")
 
@@ -250,8 +254,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="on-quorum-loss", origin="own", group=MESH, kind=kinds.ON_QUORUM_LOSS, default="hold",
-        note=_not_yet("without a majority the nodes wait"), quiet=("hold",),
-        help="Without a majority of the nodes: wait (hold), or go on after S seconds (unsafe: two halves may both go on).",
+        note_alone=_ALONE, note_several=_UNSAFE, quiet=("hold",),
+        help="Without a majority of the nodes: wait until they return or a person certifies their loss (hold), or take for dead "
+        "whoever has been silent for S seconds (continue:S). UNSAFE: nodes that are only cut off train on as well, and two worlds "
+        "of one job write over each other's checkpoints. Only where another system makes sure that silent nodes are off.",
     ),
     # In-process restart
     Option(

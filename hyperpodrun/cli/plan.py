@@ -4,6 +4,7 @@ It shows the resolved job: the command, the ranks with their streams, what their
 and where each value came from.
 """
 
+import math
 import os
 import shlex
 import socket
@@ -76,6 +77,9 @@ def _nodes(config: JobConfig, environment: Mapping[str, str]) -> list[str]:
         f"this node: {here}",
         f"contact points: {', '.join([*later, *map(str, known)])}",
         f"mesh: {wall}",
+        "without a majority of the nodes: wait"
+        if mesh.quorum_loss_s == math.inf
+        else f"without a majority of the nodes: after {mesh.quorum_loss_s:g} s go on without the silent ones (UNSAFE)",
         f"nodes that come later are taken in {'at once' if mesh.elastic_join_now else 'at the next restart'}",
         "ranks below are those of the first of as many nodes as may train, each like this one",
     ]

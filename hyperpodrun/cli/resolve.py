@@ -146,6 +146,7 @@ def _mesh(settings: Settings, nodes: Nodes, environment: Mapping[str, str]) -> M
         spares=spares,
         elastic_join_now=settings.get("elastic-join", str) == "now",
         failure_detector=cast("Literal['fast', 'default', 'lax']", settings.get("failure-detector", str)),
+        quorum_loss_s=settings.get("on-quorum-loss", float),
         join_timeout_s=_rdzv_seconds(settings, "join_timeout", 600.0),
         join_window_s=_rdzv_seconds(settings, "last_call_timeout", 2.0),
         port_given="mesh-port" in settings.given,

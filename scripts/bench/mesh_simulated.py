@@ -1,7 +1,7 @@
 """The mesh's cores at sizes that no one machine holds: loss of a node, loss of a third, and idling, in virtual time.
 
-The nodes begin as members of a running world (how it was formed is not measured here), idle for a second; one host goes dark
-without a word, later a third of the rest at once.
+The nodes begin as members of a running world (how it was formed is not measured here), idle for a wave of the leases; one host
+goes dark without a word, later a third of the rest at once.
 Times are virtual, from the loss or from the first accusation (detection) until the view without the lost is decided; a node
 handles one message at a time, each for `received_us`. "Core" is this machine's CPU time in the cores (and in the simulator's
 handling of what they answer) at the node that works most, from the loss until the decision: what the virtual clock does
@@ -27,7 +27,7 @@ from hyperpodrun.agent.wire.mesh import ZERO, Accepted, Go, Member, Message, Sou
 
 SETTLED_MS = 3000
 """From then on the mesh is expected to idle: everyone's lease is granted in turn."""
-ONE_LOST_MS = SETTLED_MS + 1000
+ONE_LOST_MS = SETTLED_MS + 3000
 THIRD_LOST_MS = ONE_LOST_MS + 3500
 END_MS = THIRD_LOST_MS + 4000
 

@@ -1,5 +1,6 @@
 """Right command lines: the job that comes out of flags, variables and defaults."""
 
+import math
 import os
 import signal
 import sys
@@ -191,15 +192,20 @@ def test_the_own_interpreter_needs_no_mention(launcher):
 # --- notes
 
 LATER = {
-    "on-quorum-loss": "continue:5", "inprocess-restart": "1", "inprocess-timeout": "5", "abort-timeout": "5", "health-interval": "5",
+    "inprocess-restart": "1", "inprocess-timeout": "5", "abort-timeout": "5", "health-interval": "5",
     "hang-timeout": "5", "server-host": "127.0.0.2", "server-port": "0", "rdzv-backend": "c10d", "monitor-interval": "1",
     "event-log-handler": "console", "logs-specs": "x",
 }  # fmt: skip
 ALONE = {
     "peers": "127.0.0.1", "mesh-port": "0", "elastic-join": "now", "failure-detector": "lax", "insecure-mesh": "1",
+    "on-quorum-loss": "continue:5",
     "rdzv-endpoint": "localhost:1", "rdzv-conf": "a=1", "job-secret-file": "",
 }  # fmt: skip
-SEVERAL = {"master-addr": "127.0.0.1", "rdzv-endpoint": "localhost:1"}
+SEVERAL = {
+    "on-quorum-loss": "continue:5",
+    "master-addr": "127.0.0.1",
+    "rdzv-endpoint": "localhost:1",
+}
 TWO = ("--nnodes=2", "--peers=127.0.0.1:1,127.0.0.1:2")
 
 
@@ -238,13 +244,14 @@ def test_asking_for_nothing_needs_no_note(launcher):
 def test_several_nodes_become_a_mesh(launcher, tmp_path):
     job = launcher.job(
         "--nnodes=1:4", "--spares=2", "--node-rank=5", "--peers=127.0.0.1:1,127.0.0.1", "--failure-detector=fast",
-        "--elastic-join=restart", "--rdzv-conf=join_timeout=7,last_call_timeout=0.5", "train.py",
+        "--elastic-join=restart", "--rdzv-conf=join_timeout=7,last_call_timeout=0.5", "--on-quorum-loss=continue:20", "train.py",
     )  # fmt: skip
     assert (job.min_nodes, job.max_nodes, job.node_rank) == (1, 4, 5)
     mesh = job.mesh
     assert (mesh.peers, mesh.endpoints, mesh.port, mesh.port_given) == ("127.0.0.1:1,127.0.0.1", (), 29400, False)
     assert (mesh.spares, mesh.elastic_join_now, mesh.failure_detector) == (2, False, "fast")
-    assert (mesh.join_timeout_s, mesh.join_window_s) == (7, 0.5)
+    assert (mesh.join_timeout_s, mesh.join_window_s, mesh.quorum_loss_s) == (7, 0.5, 20)
+    assert launcher.job(*TWO, "--on-quorum-loss=hold", "train.py").mesh.quorum_loss_s == math.inf
     assert launcher.job(*TWO, "--mesh-port=29400", "train.py").mesh.port_given
 
 

@@ -24,7 +24,9 @@ def main(caller=None):
     tell("up")
     while len(told("up")) < WORLD: time.sleep(0.005)
 {work}
-    wait_for("finish")
+    while not os.path.exists(os.path.join(FOLDER, "finish")):
+        caller.ping()
+        time.sleep(0.01)
     return RANK
 {behind}
 print("returned", main(), flush=True)
@@ -111,16 +113,49 @@ def test_others_hang_when_one_fails(launch: Callable, hang: str) -> None:
     finish(run, 1)
 
 
+HOLDS_THE_LOCK = "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); ctypes.PyDLL(None).sleep(10**6)"
+
+
 @pytest.mark.parametrize(
-    "stop", ["os.kill(os.getpid(), signal.SIGSTOP)", "ctypes.PyDLL(None).sleep(10**6)"], ids=["stopped", "holds the lock"]
+    "stop", ["os.kill(os.getpid(), signal.SIGSTOP)", HOLDS_THE_LOCK], ids=["stopped", "holds the interpreter's lock"]
 )
 def test_silent_process_is_killed_and_replaced_alone(launch: Callable, stop: str) -> None:
-    work = f"if GENERATION == 0:\n    if RANK == 1:\n        tell('still')\n        {stop}\n    while not told('still'): time.sleep(0.01)\n    if RANK == 0: raise ValueError('boom')"
+    work = f"""
+if GENERATION == 0:
+    if RANK == 1:
+        tell('still')
+        {stop}
+    while not told('still'): time.sleep(0.01)
+    if RANK == 0: raise ValueError('boom')
+"""
     run = launch(*OPTIONS, "--abort-timeout=2", script=script(work))
     before, after = pids(run, 0), pids(run, 1)
     assert {rank for rank in after if after[rank] == before[rank]} == {0, 2}
     finish(run, 1)
     assert "rank 1 (pid" in run.err and "stacks follow" in run.err
+
+
+@pytest.mark.parametrize(
+    ("hang", "kept"),
+    [("time.sleep(1e6)", {0, 1, 2}), ("os.kill(os.getpid(), signal.SIGSTOP)", {0, 2}), (HOLDS_THE_LOCK, {0, 2})],
+    ids=["sleep", "stopped", "holds the interpreter's lock"],
+)
+def test_hang_is_seen_and_healed(launch: Callable, hang: str, kept: set[int]) -> None:
+    work = f"""
+if GENERATION == 0:
+    if RANK == 1:
+        {hang}
+    for _ in range(20):
+        caller.ping()
+        time.sleep(0.01)
+"""
+    run = launch(*OPTIONS, "--hang-timeout=1", "--abort-timeout=2", script=script(work))
+    before, after = pids(run, 0), pids(run, 1)
+    assert {rank for rank in after if after[rank] == before[rank]} == kept
+    (run.folder / "finish").touch()
+    assert run.code() == 0, run.story()
+    assert "rank 1 (local rank 1, pid" in run.err.partition("was hung")[0], run.story()
+    run.nothing_left()
 
 
 @pytest.mark.parametrize("fault", ["raise ValueError('boom')", "os._exit(7)"], ids=["exception", "exit"])
@@ -135,15 +170,11 @@ def test_fault_before_anybody_has_met(launch: Callable, fault: str) -> None:
     "fault", ["raise ValueError('in the hook')", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["exception", "SIGKILL"]
 )
 def test_fault_on_the_way_to_the_barrier(launch: Callable, part: str, fault: str) -> None:
-    hook = "hook" if part != "abort" else "Abort(hook)"
     head = f"""
-from hyperpodrun.inprocess.abort import Abort
 def hook():
     if int(os.environ["RANK"]) == 2 and int(os.environ["HYPERPODRUN_GENERATION"]) == 0: {fault}
 """
-    if part == "abort":
-        pytest.skip("abort parts are composed by the worker's side")
-    run = launch(*OPTIONS, script=head + script(once("raise ValueError('boom')"), options=f"{part}={hook}"))
+    run = launch(*OPTIONS, script=head + script(once("raise ValueError('boom')"), options=f"{part}=hook"))
     before, after = pids(run, 0), pids(run, 1)
     assert {rank for rank in after if after[rank] == before[rank]} == {0, 1}
     finish(run, 1)
@@ -249,3 +280,51 @@ def test_log_files_go_on(launch: Callable, tmp_path: Path) -> None:
     for path in (tmp_path / "logs").rglob("stdout.log"):
         assert path.parts[-3] == "attempt_0"
         assert path.read_text().splitlines()[:2] == ["generation 0", "generation 1"], path
+
+
+GLOO = """
+import torch, torch.distributed as dist
+"""
+REDUCE = """
+dist.init_process_group("gloo")
+ones = torch.ones(1)
+for step in range(30):
+    ones.fill_(1)
+    dist.all_reduce(ones)
+    assert ones.item() == WORLD
+    if GENERATION == 0 and RANK == 1 and step == 7:
+        {fault}
+dist.destroy_process_group()
+tell("reduced")
+while len(told("reduced")) < WORLD: time.sleep(0.005)
+"""
+COLLECTIVE = {
+    "exception": ("raise ValueError('boom')", 3),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", 2),
+    "hang in a collective": ("dist.recv(torch.zeros(1), 2, tag=99)", 3),
+    "hang before the collective": ("time.sleep(1e6)", 3),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("fault", "kept"), COLLECTIVE.values(), ids=COLLECTIVE)
+def test_gloo_group_is_left_and_made_again(launch: Callable, fault: str, kept: int) -> None:
+    pytest.importorskip("torch")
+    run = launch(*OPTIONS, "--hang-timeout=2", script=GLOO + script(REDUCE.format(fault=fault)))
+    before, after = pids(run, 0), pids(run, 1)
+    run.until_told("reduced", 3, generation=1)
+    assert sum(after[rank] == before[rank] for rank in after) == kept, run.story()
+    finish(run, 1)
+    assert "rank 1 (local rank 1" in run.err.partition("restarting in place")[0], run.story()
+
+
+@pytest.mark.torch
+def test_fault_inside_the_first_init_frees_those_who_wait_in_it(launch: Callable) -> None:
+    pytest.importorskip("torch")
+    before_init = "if GENERATION == 0 and RANK == 1:\n    time.sleep(0.3)\n    raise ValueError('boom')\n"
+    work = before_init + REDUCE.format(fault="pass")
+    run = launch(*OPTIONS, script=GLOO + script(work))
+    assert pids(run, 0) == pids(run, 1)
+    run.until_told("reduced", 3, generation=1)
+    finish(run, 1)
+    assert "ValueError: boom" in run.err.partition("restarting in place")[0]

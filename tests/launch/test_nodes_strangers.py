@@ -62,6 +62,29 @@ def test_stranger_is_refused_and_the_job_goes_on(nodes, tmp_path: Path, theirs: 
     nodes.nothing_left()
 
 
+@pytest.mark.parametrize("theirs", ["--nnodes=3", "--nnodes=1:2", "--spares=1", "--peers", "--failure-detector=fast"])
+def test_job_of_the_same_id_on_other_terms_is_refused_and_hurts_nobody(nodes, tmp_path: Path, theirs: str) -> None:
+    nodes.contacts(0, 1)
+    nodes.start_all("--nnodes=2", script=WORK)
+    nodes.up(2)
+    mine = nodes.port.setdefault(2, next(nodes.ports))
+    other = f"--peers=127.0.0.1:{nodes.port[0]},127.0.0.1:{mine}" if theirs == "--peers" else theirs
+    options = ["--nnodes=2", "--rdzv-conf=join_timeout=4", other]  # what is given last counts
+    stranger = nodes.start(2, *options, script="tell('stranger')")
+    assert stranger.code() == 69, nodes.story()
+    refused = lines(stranger, "refused", f":{mine}", nodes.name(0), "--job-id")
+    assert len(refused) == 1, f"one line of node 0 expected{nodes.story()}"
+    assert len(lines(nodes.runs[0], "refused", f":{mine}", "--job-id")) == 1, nodes.story()
+    for index in (0, 1):
+        assert len(lines(nodes.runs[index], "refused")) <= 1, f"node {index}{nodes.story()}"
+    assert theirs.split("=")[0].replace("--spares", "--nnodes") in refused[0]
+    assert not stranger.notes("stranger")
+    (tmp_path / "finish").touch()
+    assert [nodes.runs[index].code() for index in (0, 1)] == [0, 0], nodes.story()
+    assert {row["generation"] for row in nodes.up(2)} == {0}
+    nodes.nothing_left()
+
+
 def test_second_job_at_a_port_that_is_taken_ends_at_once(nodes, tmp_path: Path) -> None:
     nodes.contacts(0, 1)
     nodes.start_all("--nnodes=2", script=WORK)

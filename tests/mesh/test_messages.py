@@ -33,7 +33,7 @@ VIEW = View(
 )
 SAMPLES = (
     Heartbeat(NOWHERE, (Alert("d", "a", "b", 1, True), Report("join", ("a", 1), member=Member("a", 1)))),
-    Promise("d", ZERO, Accepted(ZERO, VIEW), True, Member("a", 1)), Chain((VIEW, VIEW)), Grant("d", 1, 2, None),
+    Promise("d", ZERO, Accepted(ZERO, VIEW), True, Member("a", 1)), Chain((VIEW, VIEW)), Grant("d", "a", 1, 2, None),
     Hello(NOWHERE, Member("a", 2**63 - 1), False, (Member("b", 1),)),
 )  # fmt: skip
 

@@ -3,6 +3,8 @@
 import signal
 import socket
 
+import pytest
+
 from hyperpodrun.agent.transport import resolver
 from hyperpodrun.agent.transport.addresses import Address
 from hyperpodrun.agent.transport.frames import Identity
@@ -122,6 +124,44 @@ def test_forgetting_a_peer_is_no_loss(net):
     net.until(lambda: b.got)
 
 
+def test_a_first_message_makes_its_connection_and_waits_for_it(net, free_ports):
+    """To a contact point nobody looks for, and to a node that is only known by its address."""
+    a, b, c = net.agent("a"), net.agent("b"), net.agent("c")
+    a.net.send(b.place, b"whoever you are")
+    a.net.learn("c", [c.place])
+    a.net.send("c", b"you")
+    net.until(lambda: b.got and c.got)
+    assert (b.got, c.got) == ([(a.identity, b"whoever you are")], [(a.identity, b"you")])
+    assert a.found == [(b.place, b.identity)]
+
+
+def test_only_connections_that_are_wanted_or_used_stay(net, monkeypatch):
+    monkeypatch.setattr("hyperpodrun.agent.transport.transport.IDLE_S", 0.2)
+    monkeypatch.setattr("hyperpodrun.agent.transport.transport.SWEEP_S", 0.05)
+    a = net.agent("a")
+    kept, contact, released, used, idle, asked = others = [net.agent(name) for name in ("k", "c", "r", "u", "i", "f")]
+    a.net.connect("k", [kept.place])
+    a.net.connect("r", [released.place])
+    a.net.find(contact.place)
+    a.net.find(asked.place)
+    for other in (used, idle):
+        a.net.learn(other.identity.node, [other.place])
+        a.net.send(other.identity.node, b"once")
+    net.until(lambda: all(a.net.is_up(other.identity.node) for other in others))
+    a.net.release("r")
+    a.net.forget(asked.place)
+
+    def peers() -> set[str]:
+        a.net.send("u", b"again")
+        return {peer.peer for peer in a.net.peers()}
+
+    net.until(lambda: peers() == {"k", "c", "u"})
+    assert not a.lost, "what was closed here is no loss"
+    for other in (released, idle, asked):
+        a.net.send(other.identity.node, b"later")
+    net.until(lambda: all((a.identity, b"later") in other.got for other in (released, idle, asked)))
+
+
 def test_a_name_that_does_not_resolve_is_said_once_and_asked_again(net, monkeypatch):
     asked = []
     real = socket.getaddrinfo
@@ -206,6 +246,39 @@ def test_a_peer_that_stands_still_is_noticed_and_found_again(net):
     assert outcomes == ["accepted"], "the kernel answers for it, so it is not gone"
     b.signal(signal.SIGCONT)
     net.until(lambda: a.net.is_up("b"))
+
+
+@pytest.mark.parametrize("secret", [None, "s" * 32], ids=["plain", "encrypted"])
+def test_a_peer_that_stands_still_has_timed_out_and_refused_nothing(net, secret):
+    quick = Settings(heartbeat_ms=100, heartbeat_timeout_ms=300, handshake_ms=400)
+    a = net.agent("a", settings=quick, secret=secret.encode() if secret else None)
+    b = net.process("b", *([f"secret={secret}"] if secret else []))
+    a.net.connect("b", [b.place])
+    net.until(lambda: a.net.is_up("b"))
+    b.signal(signal.SIGSTOP)
+    net.until(lambda: a.said)
+    attempts = a.count("attempts")
+    net.until(lambda: a.count("attempts") >= attempts + 6, "tried again, as often as any peer that is away")
+    assert len(a.said) == 1 and "timed out" in a.said[0] and "refused" not in a.said[0], a.said
+    assert str(b.place) in a.said[0] and a.count("turned_away") == 0
+    b.signal(signal.SIGCONT)
+    net.until(lambda: a.net.is_up("b"))
+
+
+def test_a_peer_that_stands_still_for_2_s_is_not_lost(net):
+    """M3, with the settings of real jobs: in both directions, and for whoever stood still himself."""
+    a, b = net.agent("a"), net.process("b")
+    a.net.connect("b", [b.place])
+    a.net.send("b", b"so that b has a connection to a")
+    net.until(lambda: a.got)
+    reached = a.count("attempts")
+    b.signal(signal.SIGSTOP)
+    until_s = net.reactor.now_s() + 2.0
+    net.until(lambda: net.reactor.now_s() >= until_s)
+    b.signal(signal.SIGCONT)
+    a.net.send("b", b"again")
+    net.until(lambda: len(a.got) == 2)
+    assert not a.lost and a.count("attempts") == reached and not a.said
 
 
 def test_many_agents_in_any_order(net, free_ports):

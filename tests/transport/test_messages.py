@@ -138,6 +138,6 @@ def test_an_insecure_mesh_is_a_wish_that_is_granted(net):
 def test_what_is_unknown_is_dropped_and_counted(net):
     a = net.agent("a")
     assert not a.net.send("nobody", b"")
-    assert not a.net.send(Address("127.0.0.1", 1), b"")
+    assert not a.net.send(Address("127.0.0.1"), b"an address without a port")
     assert not a.net.send("a", b"to myself")
     assert a.count("unknown_peer") == 3
