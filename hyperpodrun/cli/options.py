@@ -175,6 +175,11 @@ OPTIONS: tuple[Option, ...] = (
         help="Node failures within the restart window before the job is given up.",
     ),
     Option(
+        name="max-rank-faults", origin="own", group=RESTARTS, kind=kinds.whole(1), default="3",
+        help="Faults of one rank within the restart window that are healed the same way before more is replaced: its process, "
+        "its node's processes, all processes, its node.",
+    ),
+    Option(
         name="exit-skew-timeout", origin="own", group=RESTARTS, kind=kinds.seconds(), default="300",
         help="Longest wait for the other ranks after the first one has ended well.",
     ),
