@@ -53,7 +53,7 @@ def init(name):
 FIRST = GENERATION == 0
 init("first" if FIRST else "restarted")
 if FIRST:
-    for turn in range(%(again)d):
+    for turn in range(int(os.environ["AGAIN"])):
         dist.destroy_process_group()
         meet(f"destroyed{turn}")
         init(f"again{turn}")
@@ -73,7 +73,7 @@ if FIRST:
     except dist.DistError:
         leave("freed", time.monotonic())
     time.sleep(600)
-""" % {"again": AGAIN}
+"""
 
 
 def free_ports() -> Iterator[int]:
@@ -107,6 +107,7 @@ def run(ranks: int, agents: int, rootless: bool, loss: bool, ports: Iterator[int
                 "SIDE": str(side),
                 "AGENTS": str(agents),
                 "LOSS": str(int(loss)),
+                "AGAIN": str(AGAIN),
                 "HPCT_USE_ROOTLESS": str(int(rootless)),
                 "GLOO_SOCKET_IFNAME": "lo",
             }

@@ -4,7 +4,8 @@
 
 Clients are processes with torch's C++ client (door tcp) or `MeshStore` (door mesh), all on this host; client n asks agent n modulo the
 number of agents, which keep the keys together, over the mesh's real transport. torch's one server is measured by the same clients in
-the same run. `counter` is one key for all, every other key is its client's own. Prints a table for each combination, then one JSON line.
+the same run. `counter` is one key for all, every other key is its client's own. Prints a table for each combination, then one line
+of JSON.
 """
 
 import argparse
