@@ -155,7 +155,9 @@ class Connection(Requests):
         at, end = 0, len(data)
         self._need_bytes = 1
         try:
-            while at < end and self._out_bytes <= CHOKED_BYTES and (self._pending is None or data[at] == CANCEL_WAIT):
+            while at < end and not self._closed and self._out_bytes <= CHOKED_BYTES:
+                if self._pending is not None and data[at] != CANCEL_WAIT:
+                    break
                 at = self._one(data, at)
         except Incomplete as more:
             self._need_bytes = more.args[0] - at

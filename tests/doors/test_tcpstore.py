@@ -118,6 +118,15 @@ def test_half_a_request_is_not_waited_for_without_end(served, monkeypatch):
         assert read(idle, 4) == b"\1\2\3\4"
 
 
+def test_nothing_is_done_of_what_follows_the_request_that_ended_a_connection(served):
+    with served.connect() as client:
+        wrong = b"\1" + text(b"k") + text(b"abc") + b"\4" + text(b"k") + number(1)
+        client.sendall(wrong + b"\1" + text(b"late") + text(b"v") + b"\6" + number(1) + text(b"never"))
+        assert closed(client)
+    assert served.do(lambda: served.store.space._shard.waiting()) == 0
+    assert b"late" not in served.do(lambda: served.store.space._shard._values)
+
+
 def test_the_end_of_the_generation_ends_its_waits_and_connections(served):
     with served.connect() as waiting, served.connect() as idle:
         waiting.sendall(b"\1" + text(b"k") + text(b"old") + b"\6" + number(1) + text(b"missing"))
