@@ -74,7 +74,7 @@ class Requests(Asker):
         """Take what begins at `at`; where it ends. Raises Incomplete and Refused."""
         if self._pending is not None:
             self._pending.cancel()  # a cancel-wait: the client's patience is over
-            self._pending = None
+            self._pending, self._asked_bytes = None, 0
         if self._left:
             return self._take_strings(data, at)
         request = _REQUESTS.get(data[at])

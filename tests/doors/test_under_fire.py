@@ -120,6 +120,13 @@ def test_keys_that_nobody_can_count_are_charged(served):
     assert served.do(lambda: served.store.space._shard.waiting()) == 0
 
 
+def test_a_wait_that_was_given_up_costs_nothing(served):
+    with served.connect() as client:
+        client.sendall(b"\6" + number(1000) + text(b"missing") * 1000 + b"\x0c" + b"\x0d\1\2\3\4")
+        assert read(client, 5) == b"\1\1\2\3\4"
+        assert served.do(lambda: served.store._door._held_bytes) == 0
+
+
 def test_answers_that_are_not_read_are_charged(served):
     with served.connect() as other:
         other.sendall(b"\1" + text(b"big") + text(b"x" * (4 << 20)) + b"\5" + number(1) + text(b"big"))
