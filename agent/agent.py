@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hyperpodrun.agent import family
+from hyperpodrun.agent import data_ports, family
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
@@ -27,6 +27,7 @@ from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
 from hyperpodrun.agent.store import Store
 from hyperpodrun.agent.wire import exit_codes, names
+from hyperpodrun.agent.wire.facts import Place
 from hyperpodrun.agent.wire.rungs import Symptoms
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
@@ -114,6 +115,7 @@ class Agent:
             pass_on=self.pass_on,
         )
         self.store: Store | None = None
+        self.data_ports: data_ports.DataPorts | None = None
         self.ports: set[int] = set()
         self.port_retries = 0
         self.started_at = float(link.memo.get("started_at", f"{time.time()}"))
@@ -132,7 +134,10 @@ class Agent:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
             if config.rootless:
-                self.store = Store(self.reactor, self.output.say, self.send_to_node if config.mesh else None, config.master_port)
+                self.plan_data_ports()
+                send = self.send_to_node if config.mesh else None
+                facts_path = os.path.join(self.link.run_dir.path, "facts")
+                self.store = Store(self.reactor, self.output.say, send, config.master_port, facts_path)
             if config.mesh is not None and over is None:
                 self.join_mesh()
         except (OSError, ValueError) as error:
@@ -147,6 +152,20 @@ class Agent:
             self.advance(cluster.JobOver(int(over)))
         self.reactor.run()
         return self.code
+
+    def plan_data_ports(self) -> None:
+        """Where ranks listen for data. Without such ports only what needs them does not work."""
+        config = self.config
+        try:
+            self.data_ports = data_ports.plan(config.nproc_per_node, config.data_port)
+        except OSError as error:
+            self.output.say(str(error))
+            return
+        if config.mesh is not None and not self.link.deaths:
+            planned = [*self.data_ports.ports, *((config.mesh.port,) if config.mesh.port else ())]
+            warning = data_ports.exposed(planned, rendezvous.ephemeral_range(), data_ports.reserved_ports())
+            if warning:
+                self.output.say(warning)
 
     def take_signals(self) -> None:
         """From here on signals are events; those that came before were held back and arrive now."""
@@ -237,7 +256,10 @@ class Agent:
         self.first_failure.begin()
         if self.store is not None:
             slot = self.mesh.slot if self.mesh else ""
-            self.store.open(world.generation, slot, world.nodes or (slot,))
+            host = self.mesh.host if self.mesh else rendezvous.loopback()
+            first = self.data_ports.first if self.data_ports else 0
+            place = Place(slot, host, first, self.config.nproc_per_node)
+            self.store.open(world.generation, slot, world.nodes or (slot,), place)
         self.attempt.run(world, self.store.address if self.store else None)
 
     def rank_failed(self, end: End) -> None:

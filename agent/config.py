@@ -90,6 +90,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     post_train_script: str | None = None
     post_train_args: tuple[str, ...] = ()
     rootless: bool = True
+    data_port: int = 18000
+    """From here on ports are looked for on which the ranks of this node listen for each other's data."""
     mesh: MeshConfig | None = None
     """None: this node alone is the job."""
     notes: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ Source: torch's TCPStore client and server, tried out over a recording proxy.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from hyperpodrun.agent.wire import store as op
@@ -32,10 +32,11 @@ Plain = bytes | int | bool | list[bytes] | None
 
 PENDING: Final = object()
 """The answer comes later, through `woken`."""
-PER_ROUND: Final = b"/default_pg/"
-"""Where init_process_group has its keys when it makes the store itself."""
+PER_ROUND: Final = (b"/default_pg/", b"//worker/attempt_")
+"""Where init_process_group has its keys when it makes the store itself; before torch 2.6 below the attempt's number."""
 ENTRY_BYTES = 200
 """What an entry costs beside its key and value."""
+PRUNE_AT = 4096
 _BUILDS_ON = (op.Add, op.Append, op.CompareSet, op.Arrive)
 _HALF = 1 << 63
 _WHOLE = 1 << 64
@@ -49,7 +50,7 @@ class Shard:
         self.size_bytes = 0
         self._limit_bytes = limit_bytes
         self._values: dict[bytes, bytes] = {}
-        self._authors: dict[bytes, tuple[Client, ...]] = {}
+        self._authors: dict[bytes, Collection[Client]] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._watchers: dict[bytes, dict[Ticket, int]] = {}
         self._poppers: dict[bytes, dict[Ticket, None]] = {}
@@ -57,6 +58,7 @@ class Shard:
         self._waits_for: dict[Ticket, bytes] = {}
         self._session = 1
         self._departed: set[tuple[str, int, int]] = set()
+        self._prune_at = PRUNE_AT
         self._handlers: dict[type, Callable[[Any, Ticket, Client], Any]] = {
             op.Set: self._set,
             op.Get: self._get,
@@ -97,6 +99,9 @@ class Shard:
             self._drop({gone})
         else:
             self._departed.add(gone)
+            if len(self._departed) > self._prune_at:  # those whose keys are gone too need no remembering
+                self._departed &= {author[:3] for authors in self._authors.values() for author in authors}
+                self._prune_at = max(PRUNE_AT, 2 * len(self._departed))
 
     def began(self, session: int) -> None:
         """A process came back for its `session`-th time."""
@@ -211,7 +216,7 @@ class Shard:
 
     # --- keys
 
-    def _store(self, key: bytes, value: bytes, authors: tuple[Client, ...]) -> op.Trouble | None:
+    def _store(self, key: bytes, value: bytes, authors: Collection[Client]) -> op.Trouble | None:
         if len(value) > op.MOST_VALUE_BYTES:
             return op.Trouble(f"the value of {shown(key)} would have {len(value)} bytes; the limit is {op.MOST_VALUE_BYTES}")
         old = self._values.get(key)
@@ -234,9 +239,11 @@ class Shard:
         self.size_bytes += growth_bytes
         return None
 
-    def _joined(self, key: bytes, client: Client) -> tuple[Client, ...]:
+    def _joined(self, key: bytes, client: Client) -> Collection[Client]:
         authors = self._authors.get(key, ())
-        return authors if client in authors else (*authors, client)
+        joined = authors if isinstance(authors, dict) else dict.fromkeys(authors)
+        joined[client] = None  # thousands of ranks add to one key
+        return joined
 
     def _wake(self, key: bytes) -> None:
         for ticket, its_round in list(self._watchers.get(key, {}).items()):

@@ -238,6 +238,10 @@ OPTIONS: tuple[Option, ...] = (
         help="First port of this node's range; 0 picks free ones.",
     ),
     Option(
+        name="data-port", origin="own", group=MESH, kind=kinds.whole(1024, 65000), default="18000",
+        help="From here on a free range of ports is planned, one a rank, for data between ranks (rootless.data_address).",
+    ),
+    Option(
         name="spares", origin="own", group=MESH, kind=kinds.whole(0), default="0",
         help="Nodes beyond --nnodes that join as hot spares.",
     ),

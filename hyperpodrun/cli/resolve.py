@@ -89,6 +89,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         post_train_script=settings.find("post-train-script", str),
         post_train_args=settings.find("post-train-args", tuple) or (),
         rootless=rootless,
+        data_port=settings.get("data-port", int),
         notes=tuple(notes),
         mesh=mesh,
     )
