@@ -221,6 +221,24 @@ while True:
     agent.wait(lambda: any(c.pid == storm.pid for c in agent.closed))
 
 
+def test_turn_takes_so_many_packets_of_one_worker_and_goes_on_to_the_next(agent):
+    with agent.connect() as first, agent.connect() as second:
+        for client in (first, second):
+            client.send(hello())
+            client.recv(100)
+
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # room for all of them
+
+        def both_at_once():
+            for generation in range(100):
+                first.send(msgspec.msgpack.encode(wire.AtBarrier(generation)))
+            second.send(msgspec.msgpack.encode(wire.Returned(0)))
+
+        agent.do(both_at_once)
+        agent.wait(lambda: len(agent.heard) == 103)
+        assert agent.messages.index(wire.Returned(0)) < 100
+
+
 def test_processes_below_one_worker_cannot_take_all_places(agent):
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(agent.connect()) for _ in range(door_module.MOST_BELOW)]
