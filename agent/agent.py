@@ -16,6 +16,7 @@ from hyperpodrun.agent import data_ports, family
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
+from hyperpodrun.agent.doors.link import Connection, LinkDoor
 from hyperpodrun.agent.failure import FailureDesk, Verdict
 from hyperpodrun.agent.first_failure import FirstFailure
 from hyperpodrun.agent.keeper import FORWARDED, STOP_SIGNALS, KeeperLink
@@ -28,6 +29,7 @@ from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
 from hyperpodrun.agent.store import Store
 from hyperpodrun.agent.wire import exit_codes, names
 from hyperpodrun.agent.wire.facts import Place
+from hyperpodrun.agent.wire.link import FromWorker, Hello, Welcome
 from hyperpodrun.agent.wire.rungs import Symptoms
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
@@ -116,6 +118,7 @@ class Agent:
         )
         self.store: Store | None = None
         self.data_ports: data_ports.DataPorts | None = None
+        self.door: LinkDoor | None = None
         self.ports: set[int] = set()
         self.port_retries = 0
         self.started_at = float(link.memo.get("started_at", f"{time.time()}"))
@@ -147,6 +150,7 @@ class Agent:
             self.output.say(note)
         if over is None:
             self.starter.prepare()
+            self.open_link()
             self.advance(policy.Begin(reborn=self.link.deaths > 0))
         else:
             self.advance(cluster.JobOver(int(over)))
@@ -166,6 +170,28 @@ class Agent:
             warning = data_ports.exposed(planned, rendezvous.ephemeral_range(), data_ports.reserved_ports())
             if warning:
                 self.output.say(warning)
+
+    def open_link(self) -> None:
+        """Listen for workers, where they can speak; without it they can only be restarted as processes."""
+        if self.config.program.run_as == "program":
+            return
+        try:
+            self.door = LinkDoor(
+                self.reactor,
+                self.link.run_dir.path,
+                self.output.say,
+                self.link_heard,
+                lambda _connection: None,
+                lambda: self.attempt.pids,
+            )
+            self.attempt.link = self.door.address
+        except OSError as error:
+            self.output.say(f"{reason_of(error)}; workers cannot speak to the launcher")
+
+    def link_heard(self, connection: Connection, message: FromWorker) -> None:
+        """A worker said something."""
+        if isinstance(message, Hello):
+            connection.send(Welcome(inplace=False, abort_timeout_s=60.0))
 
     def take_signals(self) -> None:
         """From here on signals are events; those that came before were held back and arrive now."""
@@ -424,6 +450,8 @@ class Agent:
         self.starter.close()
         if self.store is not None:
             self.store.close()
+        if self.door is not None:
+            self.door.close()
         self.sweeper.sweep(self.ended, gentle=False, marked=True)
 
     def ended(self, left: tuple[str, ...]) -> None:

@@ -26,7 +26,8 @@ class AttemptRunner:
     """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
     `on_drained` each rank whose last words have been read.
 
-    `places` says where each local rank runs; `base_env` is the launcher's environment, its mark included.
+    `places` says where each local rank runs, `link` where the agent listens for them ("": nowhere); `base_env` is the launcher's
+    environment, its mark included.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class AttemptRunner:
     ) -> None:
         self.world: World | None = None
         self.places: list[Place] = []
+        self.link = ""
         self._config = config
         self._reactor = reactor
         self._output = output
@@ -161,6 +163,7 @@ class AttemptRunner:
                 family=self._family,
                 use_agent_store=self._store is not None,
                 rank0_addr=world.master_addr,
+                link=self.link,
                 visible_device=place.visible_device,
             )
             workers.append(Worker(local_rank, environment.worker_argv(config, local_rank), env, place.cpus))

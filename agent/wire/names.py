@@ -33,8 +33,10 @@ SPARE = "SPARE"
 JOB_ID = "HYPERPODRUN_JOB_ID"
 GENERATION = "HYPERPODRUN_GENERATION"
 NODE = "HYPERPODRUN_NODE"
-# Where this node's agent listens for its workers, tcp://host:port.
+# Where this node's agent listens for its workers, unix:PATH (wire/link.py).
 LINK = "HYPERPODRUN_LINK"
+# The agents' own store, tcp://host:port.
+STORE = "HYPERPODRUN_STORE"
 # Where rank 0 runs, whatever MASTER_ADDR says: with the agents' own store that is always this host.
 RANK0_ADDR = "HYPERPODRUN_RANK0_ADDR"
 USE_ROOTLESS = "HPCT_USE_ROOTLESS"
@@ -48,6 +50,6 @@ JOB_SECRET = "HYPERPODRUN_JOB_SECRET"
 PER_RANK = frozenset({
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME,
     MASTER_ADDR, MASTER_PORT, RESTART_COUNT, MAX_RESTARTS, RUN_ID, ERROR_FILE, USE_AGENT_STORE, JOB_RESTART_COUNT, SPARE,
-    JOB_ID, GENERATION, NODE, LINK, RANK0_ADDR, FAMILY,
+    JOB_ID, GENERATION, NODE, LINK, STORE, RANK0_ADDR, FAMILY,
 })  # fmt: skip
 NEVER_IN_WORKERS = frozenset({JOB_SECRET, STATUS_FILE})

@@ -67,14 +67,16 @@ def worker_env(
     family: str,
     use_agent_store: bool,
     rank0_addr: str,
+    link: str,
     visible_device: str | None,
     many_ranks: int = MANY_RANKS,
 ) -> list[tuple[bytes, bytes]]:
     """The whole environment of one rank.
 
     `group_rank` is the node's rank, `group_world_size` the number of nodes; `visible_device` becomes CUDA_VISIBLE_DEVICES
-    (None: as inherited), `rank0_addr` is rank 0's host. There is one role, so the rank within it is the rank. In a world of more
-    than `many_ranks` ranks FOR_MANY_RANKS is set, each where the user has not set it.
+    (None: as inherited), `rank0_addr` is rank 0's host, `link` where the agent listens for its workers ("": nowhere). There is one
+    role, so the rank within it is the rank. In a world of more than `many_ranks` ranks FOR_MANY_RANKS is set, each where the user
+    has not set it.
     """
     env = common_env(config, base_env)
     if world_size > many_ranks:
@@ -107,7 +109,9 @@ def worker_env(
     }
     if use_agent_store:
         host = f"[{master_addr}]" if ":" in master_addr else master_addr
-        own[names.LINK] = f"tcp://{host}:{master_port}"
+        own[names.STORE] = f"tcp://{host}:{master_port}"
+    if link:
+        own[names.LINK] = link
     if visible_device is not None:
         own[names.CUDA_VISIBLE_DEVICES] = visible_device
     for name, value in own.items():

@@ -128,13 +128,14 @@ def _environments(config: JobConfig, environment: Mapping[str, str]) -> list[dic
             restart_count=0, generation=0, node=socket.gethostname(),
             master_addr=loopback() if config.rootless else rank0, rank0_addr=rank0,
             master_port=config.master_port or 0, error_file="(a private file)", family="(a mark of this launcher)",
-            use_agent_store=config.rootless, visible_device=place.visible_device,
+            use_agent_store=config.rootless, link="" if config.program.run_as == "program" else "unix:(a private socket)",
+            visible_device=place.visible_device,
         )  # fmt: skip
         ranks.append({os.fsdecode(name): os.fsdecode(value) for name, value in env})
         if config.master_port is None:
             ranks[-1][names.MASTER_PORT] = "(a free port)"
             if config.rootless:
-                ranks[-1][names.LINK] = "tcp://127.0.0.1:(a free port)"
+                ranks[-1][names.STORE] = "tcp://127.0.0.1:(a free port)"
         if config.mesh is not None:
             ranks[-1][names.RANK0_ADDR if config.rootless else names.MASTER_ADDR] = "(rank 0's node)"
     return ranks

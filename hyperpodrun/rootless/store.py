@@ -47,16 +47,16 @@ class MeshStore(Store):
     @classmethod
     def current(cls) -> "MeshStore":
         """The store of the generation that this process belongs to; one object a generation. Raises NoLauncher."""
-        link = os.environ.get(names.LINK, "")
+        address = os.environ.get(names.STORE, "")
         generation = os.environ.get(names.GENERATION, "")
-        if not link.startswith("tcp://"):
+        if not address.startswith("tcp://"):
             raise NoLauncher(
-                f"{names.LINK} is not set: start this program with hyperpodrun (and without {names.USE_ROOTLESS}=0) to have its store"
+                f"{names.STORE} is not set: start this program with hyperpodrun (and without {names.USE_ROOTLESS}=0) to have its store"
             )
-        key = f"{generation} {link}"
+        key = f"{generation} {address}"
         with _lock:
             if key not in _current:
-                host, _, port = link.removeprefix("tcp://").rpartition(":")
+                host, _, port = address.removeprefix("tcp://").rpartition(":")
                 _current[key] = cls((host.strip("[]"), int(port)))
             return _current[key]
 

@@ -115,7 +115,7 @@ def test_the_job_id_is_the_first_that_is_there(launcher):
 
 
 def test_inside_a_worker_the_outer_jobs_names_do_not_count(launcher):
-    outer = {"HYPERPODRUN_JOB_ID": "outer", "HYPERPODRUN_GENERATION": "0", "HYPERPODRUN_NODE": "n", "HYPERPODRUN_LINK": "l"}
+    outer = {f"HYPERPODRUN_{name}": "x" for name in ("GENERATION", "NODE", "LINK", "STORE")} | {"HYPERPODRUN_JOB_ID": "outer"}
     assert launcher.job("train.py", SLURM_JOB_ID="77", **outer).job_id not in ("outer", "77")
     assert launcher.job("train.py", PET_JOB_ID="mine", **outer).job_id == "mine"
     assert launcher.job("train.py", HYPERPODRUN_JOB_ID="mine").job_id == "mine"

@@ -116,7 +116,7 @@ class LoneAgent:
                 self.config, self.base, local_rank=rank, rank=rank, world_size=self.ranks, group_rank=0, group_world_size=1,
                 restart_count=len(self.attempts), generation=len(self.attempts), node="here",
                 master_addr="127.0.0.1", rank0_addr="127.0.0.1",
-                master_port=self.order.get("port", 29500), error_file="/nowhere", family="lone", use_agent_store=False,
+                master_port=self.order.get("port", 29500), error_file="/nowhere", family="lone", use_agent_store=False, link="",
                 visible_device=(self.order.get("devices") or [None] * self.ranks)[rank],
             )  # fmt: skip
             env += [(os.fsencode(k), os.fsencode(v)) for k, v in self.order.get("env", {}).items()]

@@ -20,7 +20,7 @@ def rank_env(config, base=None, **more):
     place = {
         "local_rank": 1, "rank": 5, "world_size": 8, "group_rank": 2, "group_world_size": 4, "restart_count": 1,
         "generation": 7, "node": "n2", "master_addr": "h", "master_port": 1234, "error_file": "/e", "family": "f",
-        "use_agent_store": False, "rank0_addr": "r0", "visible_device": None,
+        "use_agent_store": False, "rank0_addr": "r0", "link": "", "visible_device": None,
     }  # fmt: skip
     pairs = environment.worker_env(config, base or {}, **{**place, **more})
     assert len(dict(pairs)) == len(pairs)
@@ -47,6 +47,16 @@ def test_own_variables():
         names.SPARE: "0", names.RANK0_ADDR: "r0",
     }  # fmt: skip
     assert {name: env.get(name) for name in wanted} == wanted
+
+
+def test_agents_own_store_has_its_address_in_a_variable():
+    own = rank_env(config(), use_agent_store=True, master_addr="::1", master_port=77)
+    assert own[names.STORE] == "tcp://[::1]:77" and names.STORE not in rank_env(config())
+
+
+def test_link_is_where_the_agent_listens():
+    assert rank_env(config(), link="unix:/r/link")[names.LINK] == "unix:/r/link"
+    assert names.LINK not in rank_env(config(), {b"HYPERPODRUN_LINK": b"unix:/of/an/outer/job"})
 
 
 def test_stale_variables_are_replaced_and_secrets_dropped():
