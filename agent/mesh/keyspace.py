@@ -134,12 +134,18 @@ class KeySpace:
         """What this agent holds."""
         return self._shard.size_bytes
 
+    def validate(self) -> None:
+        """Raise ValueError when an invariant is broken."""
+        self._shard.validate()
+        if self._due or self._shard.woken:
+            raise ValueError("answers are left lying")
+
     # --- agents
 
     def receive(self, node: str, frame: op.Frame, now_ns: int) -> None:
         """A frame of this generation came from another node's agent."""
         stream = self._streams.get(node)
-        if stream is None:
+        if stream is None or frame.generation != self.generation:
             return
         try:
             items = stream.receive(frame, now_ns)

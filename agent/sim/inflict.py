@@ -163,6 +163,7 @@ def _fail(world: World, fault: Fault) -> None:
     for name in fault.nodes:
         host = world.hosts[name]
         if host.works is not None and not host.stopping:
+            world.workers_end(host, "a worker failed")
             world.tell(host, WorkersFailed(host.works[1], 1, "exit code 1"))
 
 
