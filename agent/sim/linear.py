@@ -37,6 +37,9 @@ NEVER = object()
 """The answer of an operation that waits on."""
 
 
+State = tuple[int, int, int, Held]
+
+
 class TooHard(Exception):
     """So many states were tried that the question is left open."""
 
@@ -77,25 +80,37 @@ def apply(held: Held, asked: op.KeyOperation) -> tuple[Any, Held]:
 
 def linearizable(history: list[Call]) -> bool:
     """Raises TooHard."""
-    calls = sorted(history, key=lambda call: call.start)
+    calls = sorted((call for call in history if call.end != INFINITY), key=lambda call: call.start)
+    lost = sorted((call for call in history if call.end == INFINITY), key=lambda call: call.start)
     popped = {call.answer: call.end for call in calls if type(call.asked) is op.Pop and call.answer is not None}
     hopes = [_hope(call, popped) for call in calls]
-    # A state: how many from the front are done, which others are (a bit each, counted from there), what the key holds.
-    stack = [(0, 0, NOTHING)]
+    # A state: how many from the front are done, which others are (a bit each, counted from there), which of those never answered
+    # are, what the key holds.
+    stack: list[State] = [(0, 0, 0, NOTHING)]
     seen = set(stack)
     while stack:
-        low, done, held = stack.pop()
-        choices, over = _choices(calls, low, done, held)
-        if over:
+        state = stack.pop()
+        low, done, gone, held = state
+        if low == len(calls):
             return True
+        choices, horizon = _choices(calls, low, done, held)
+        nexts: list[State] = []
+        if horizon is not None:
+            for bit, call in enumerate(lost):
+                if call.start > horizon:
+                    break
+                if not gone >> bit & 1:
+                    answer, after = apply(held, call.asked)
+                    if answer is not NEVER and after != held:  # else whether it happened here makes no difference
+                        nexts.append((low, done, gone | 1 << bit, after))
         choices.sort(key=lambda choice: hopes[choice[0]], reverse=True)  # what is pushed last is looked at first
-        for index, after in choices:
-            state = _normal(low, done | 1 << (index - low), after)
-            if state not in seen:
-                seen.add(state)
-                stack.append(state)
+        nexts += [(*_advanced(low, done | 1 << (index - low)), gone, after) for index, after in choices]
+        for following in nexts:
+            if following not in seen:
+                seen.add(following)
+                stack.append(following)
         if len(seen) > MOST_STATES:
-            raise TooHard(f"{len(calls)} calls")
+            raise TooHard(f"{len(history)} calls")
     return False
 
 
@@ -105,8 +120,8 @@ def _hope(call: Call, popped: dict[bytes, int]) -> int:
     return popped.get(call.asked.value, INFINITY) if type(call.asked) is op.Push else call.end
 
 
-def _choices(calls: list[Call], low: int, done: int, held: Held) -> tuple[list[tuple[int, Held]], bool]:
-    """Which may come next, with what they leave behind; True when everything that was answered is done."""
+def _choices(calls: list[Call], low: int, done: int, held: Held) -> tuple[list[tuple[int, Held]], int | None]:
+    """Which may come next, with what they leave behind, and until when others may have been called; None: this one it is."""
     horizon = INFINITY
     choices: list[tuple[int, Held]] = []
     for index in range(low, len(calls)):
@@ -117,14 +132,12 @@ def _choices(calls: list[Call], low: int, done: int, held: Held) -> tuple[list[t
             break
         horizon = min(horizon, call.end)
         answer, after = apply(held, call.asked)
-        if answer is NEVER or (call.end != INFINITY and answer != call.answer):
+        if answer is NEVER or answer != call.answer:
             continue
-        if call.end != INFINITY and _reads(call):
-            return [(index, after)], False
-        if call.end == INFINITY and after == held:
-            continue  # whether it happened here makes no difference
+        if _reads(call):
+            return [(index, after)], None
         choices.append((index, after))
-    return choices, horizon == INFINITY
+    return choices, horizon
 
 
 def _reads(call: Call) -> bool:
@@ -142,8 +155,8 @@ def _reads(call: Call) -> bool:
     return False
 
 
-def _normal(low: int, done: int, held: Held) -> tuple[int, int, Held]:
+def _advanced(low: int, done: int) -> tuple[int, int]:
     while done & 1:
         low += 1
         done >>= 1
-    return low, done, held
+    return low, done
