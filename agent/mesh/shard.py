@@ -116,6 +116,22 @@ class Shard:
         """How many calls are not answered yet."""
         return len(self._waits_for)
 
+    def validate(self) -> None:
+        """Raise ValueError when an invariant is broken."""
+        for table in (self._watchers, self._poppers, self._arrivals):
+            for key, waiting in table.items():
+                if not waiting or any(self._waits_for.get(ticket) != key for ticket in waiting):
+                    raise ValueError(f"who waits for {shown(key)} is not known")
+        for key, watchers in self._watchers.items():
+            if any(self._there(key, its_round) if its_round else key in self._values for its_round in watchers.values()):
+                raise ValueError(f"somebody waits for {shown(key)}, which is there")
+        if any(key in self._queues for key in self._poppers):
+            raise ValueError("somebody waits for an item of a queue that is not empty")
+        held = sum(len(key) + len(value) + ENTRY_BYTES for key, value in self._values.items())
+        held += sum(len(key) + len(item) + ENTRY_BYTES for key, queue in self._queues.items() for item in queue)
+        if held != self.size_bytes:
+            raise ValueError(f"{held} bytes are held, {self.size_bytes} are counted")
+
     # --- operations
 
     def _set(self, asked: op.Set, _ticket: Ticket, client: Client) -> op.Trouble | None:
