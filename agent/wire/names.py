@@ -46,6 +46,8 @@ FAMILY = "HYPERPODRUN_FAMILY"
 # Asked of the launcher: a file in which it keeps its pid, ports and state folder (JSON).
 STATUS_FILE = "HYPERPODRUN_STATUS_FILE"
 JOB_SECRET = "HYPERPODRUN_JOB_SECRET"
+# Faults to plant, for rehearsals: hyperpodrun/inprocess/inject.py.
+INJECT = "HYPERPODRUN_INJECT"
 
 PER_RANK = frozenset({
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME,

@@ -1,0 +1,107 @@
+"""torch's process groups: freeing what is blocked in them, and forgetting them.
+
+`free` may run while another thread is inside a collective, or still building a group; `forget` after the function has been left.
+What torch keeps of groups (`_world`) is emptied here and not by `destroy_process_group`, which waits for an outstanding operation
+and, when a group's making was broken off, leaves a counter behind from which the next names are made: the next init would wait
+for ever for keys that the other ranks call by another name. The groups themselves are let go of in a thread: their destructors
+join gloo's threads, and that takes tens of milliseconds and is nobody's business.
+Source: torch/distributed/distributed_c10d.py (2.4 to 2.13), `_abort_process_group`, `destroy_process_group`.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hyperpodrun.agent.wire import names
+from hyperpodrun.inprocess import bounded, sockets
+
+_MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state", "comms")
+_STORE_AFTER_S = 0.05
+"""The agent has ended the generation's store: clients get its error by themselves, nearly always."""
+
+
+def free(left: Callable[[float], bool]) -> None:
+    """Tear what a blocked call waits for. `left(seconds)` waits so long, and says whether the function has been left meanwhile."""
+    sockets.shut_gloo()
+    _abort_nccl()
+    if left(_STORE_AFTER_S):
+        return
+    host, port = os.environ.get(names.MASTER_ADDR, ""), os.environ.get(names.MASTER_PORT, "")
+    if host and port.isdigit():
+        sockets.shut_connections_to(host, int(port))
+    sockets.shut_gloo()  # made since: by a group that was being built
+
+
+def forget(timeout_s: float) -> None:
+    """No group is left, and the next `init_process_group` begins as in a new process. Raises bounded.TookTooLong."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return
+    sockets.shut_gloo()
+    _abort_nccl()
+    world = c10d._world
+    kept = [*list(getattr(world, "pg_map", ())), *list(getattr(world, "comms", ()))]
+    c10d._update_default_pg(None)
+    for name in _MAPS:
+        held = getattr(world, name, None)
+        if held is not None:
+            held.clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
+    _let_go(kept, timeout_s)
+
+
+def _abort_nccl() -> None:
+    """Every NCCL communicator of this process, at the same time: one that waits for another's must not hold it up."""
+    threads = [
+        threading.Thread(target=_quietly, args=(backend,), name="hyperpodrun-nccl-abort", daemon=True)
+        for backend in _nccl_backends()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _nccl_backends() -> list[Any]:
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    torch: Any = sys.modules.get("torch")
+    kind = getattr(c10d, "ProcessGroupNCCL", None)
+    if c10d is None or kind is None:
+        return []
+    found: dict[int, Any] = {}
+    for group in list(c10d._world.pg_map):
+        try:
+            backend = group._get_backend(torch.device("cuda"))
+        except RuntimeError:
+            continue
+        if isinstance(backend, kind):
+            found[id(backend)] = backend
+    return list(found.values())
+
+
+def _quietly(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError:
+        pass  # it was already
+
+
+_letting_go: list[threading.Thread] = []
+
+
+def _let_go(groups: list[Any], timeout_s: float) -> None:
+    """Drop the last references elsewhere. Only what an earlier restart has left is waited for: nothing may pile up."""
+    deadline_s = time.monotonic() + timeout_s
+    for thread in _letting_go:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+        if thread.is_alive():
+            raise bounded.TookTooLong(f"the process groups of the generation before did not end within {timeout_s:g} s")
+    _letting_go.clear()
+    if groups:
+        thread = threading.Thread(target=groups.clear, name="hyperpodrun-let-go", daemon=True)
+        thread.start()
+        _letting_go.append(thread)
