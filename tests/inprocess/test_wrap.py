@@ -497,6 +497,21 @@ def test_the_agents_end_ends_the_wait_at_the_barrier(agent: FakeAgent) -> None:
     assert "InternalError: the agent of this node has ended" in agent.output()
 
 
+def test_where_no_world_follows_the_process_leaves_also_if_it_is_deaf_to_signals(agent: FakeAgent) -> None:
+    agent.start(script("import signal\nsignal.signal(signal.SIGTERM, lambda *_: None)\nreturn g"))
+    round_trip(agent)
+    agent.await_message(link.Returned)
+    agent.send(0, link.End(3, "no restarts are left"))
+    assert agent.code() == 3
+
+
+def test_no_world_at_the_barrier(agent: FakeAgent) -> None:
+    agent.start(script("return g"))
+    agent.await_message(link.AtBarrier)
+    agent.send(0, link.End(0, "stopped"))
+    assert agent.code() == 0
+
+
 def test_a_trace_file(agent: FakeAgent) -> None:
     agent.start(script("if g == 0: raise ValueError\nreturn g", "trace_file_path=os.environ['OUT'] + '/trace'"))
     round_trip(agent)
