@@ -133,13 +133,13 @@ class Agent:
         family.become_subreaper()
         self.take_signals()
         config = self.config
-        over = self.link.memo.get(
-            "over"
-        )  # the agent before this one had heard the end of the job: nobody else may be left to ask
+        # The agent before this one may have heard the end of the job: nobody else may be left to ask.
+        over = self.link.memo.get("over")
         try:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
-            self.store = WorldStore(self.reactor, config, self.output.say, self.send_to_node)
+            facts_path = os.path.join(self.link.run_dir.path, "facts")
+            self.store = WorldStore(self.reactor, config, self.output.say, self.send_to_node, facts_path, warn=not self.link.deaths)
             if config.mesh is not None and over is None:
                 self.join_mesh()
         except (OSError, ValueError) as error:
@@ -257,7 +257,8 @@ class Agent:
         self.children.forget()
         self.first_failure.begin()
         if self.store is not None:
-            self.store.open(world, self.mesh.slot if self.mesh else "")
+            host = self.mesh.host if self.mesh else rendezvous.loopback()
+            self.store.open(world, self.mesh.slot if self.mesh else "", host)
         address = self.store.address if self.store is not None else None
         if in_place:
             self.attempt.go_on(world, address)

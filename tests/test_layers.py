@@ -28,6 +28,8 @@ AGENT_LAYERS = {
     "doors": 5,
     "sim": 5,
     "status": 5,
+    "data_ports": 4,
+    "job_facts": 4,
     "store": 6,
     "keeper": 6,
     "failure": 6,

@@ -65,6 +65,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         max_restarts_given="max-restarts" in settings.given,
         restart_window_s=settings.get("restart-window", float),
         max_node_failures=settings.find("max-node-failures", int),
+        max_rank_faults=settings.get("max-rank-faults", int),
         start_method=start_method,
         preload=settings.find("preload", tuple) or (),
         python=_python(environment),
@@ -94,6 +95,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         post_train_script=settings.find("post-train-script", str),
         post_train_args=settings.find("post-train-args", tuple) or (),
         rootless=rootless,
+        data_port=settings.get("data-port", int),
         notes=tuple(notes),
         mesh=mesh,
     )

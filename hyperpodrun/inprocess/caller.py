@@ -43,11 +43,6 @@ class HPCallWrapper:
         """In the present generation."""
         return _number(names.WORLD_SIZE, 1)
 
-    @property
-    def session(self) -> Session | None:
-        """The line to the agent; None: there is none."""
-        return self._session
-
     def ping(self) -> None:
         """This rank makes progress (`--hang-timeout`, `heartbeat_timeout`)."""
         counters.note_call(ping=True)

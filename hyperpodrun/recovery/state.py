@@ -27,7 +27,7 @@ import torch
 
 from hyperpodrun.agent.wire import node_state
 from hyperpodrun.inprocess.progress import note_step
-from hyperpodrun.inprocess.sections import update_section
+from hyperpodrun.inprocess.session import update_section
 from hyperpodrun.recovery import memory, private, restoring, rng, shard
 from hyperpodrun.recovery.exchange import Exchange
 from hyperpodrun.recovery.memory import Memory
