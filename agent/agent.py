@@ -139,7 +139,9 @@ class Agent:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
             facts_path = os.path.join(self.link.run_dir.path, "facts")
-            self.store = WorldStore(self.reactor, config, self.output.say, self.send_to_node, facts_path, warn=not self.link.deaths)
+            self.store = WorldStore(
+                self.reactor, config, self.output.say, self.send_to_node, facts_path, warn=not self.link.deaths
+            )
             if config.mesh is not None and over is None:
                 self.join_mesh()
         except (OSError, ValueError) as error:

@@ -31,9 +31,9 @@ SLOW_S = 1.0
 
 
 class AttemptRunner:
-    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once, `on_further_failure` others,
-    `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation whose workers wait at the
-    barrier, `on_returned` the word that the function has returned on all ranks here.
+    """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
+    `on_further_failure` others, `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation
+    whose workers wait at the barrier, `on_returned` the word that the function has returned on all ranks here.
 
     `places` says where each local rank runs; `base_env` is the launcher's environment, its mark included.
     """
@@ -379,6 +379,8 @@ class AttemptRunner:
     def _ask(self, local_ranks: tuple[int, ...]) -> None:
         for local_rank in local_ranks:
             if pid := self._group.alive.get(local_rank):
+                # At the barrier the user's handler of the signal may do no more than to note the wish.
+                self.links.send(local_rank, link.End(0, "no world follows in this process"))
                 os.kill(pid, self._config.shutdown_signal)
                 os.kill(pid, signal.SIGCONT)  # a frozen worker takes it only when it runs
 

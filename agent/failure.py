@@ -36,8 +36,8 @@ _RAISED = 1 << 8
 class Verdict(msgspec.Struct, frozen=True):
     """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
 
-    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's. `victim`: it
-    is likely that of a rank that lost its peer.
+    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's.
+    `victim`: it is likely that of a rank that lost its peer.
     """
 
     code: int

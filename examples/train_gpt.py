@@ -7,9 +7,9 @@
 Plain PyTorch: DistributedDataParallel over gloo on CPUs and over NCCL on GPUs. The text is the help topics of `pydoc`, about 450 KB
 of English about Python.
 
-What makes it recoverable are five lines: `@HPWrapper` on `main`, `RecoverableState(...)` and `restore()` in `run`, `update(step)` around
-the optimizer's step. Under `hyperpodrun --inprocess-restart` the surviving ranks then stay in their processes and the next step runs
-from memory; under any other launcher, or none, these lines do nothing, and `--checkpoint` is what there is.
+What makes it recoverable are five lines: `@HPWrapper` on `main`, `RecoverableState(...)` and `restore()` in `run`, `update(step)`
+around the optimizer's step. Under `hyperpodrun --inprocess-restart` the surviving ranks then stay in their processes and the next
+step runs from memory; under any other launcher, or none, these lines do nothing, and `--checkpoint` is what there is.
 
 What makes a restart exact, down to the last bit of the loss:
 
