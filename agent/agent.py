@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hyperpodrun.agent import family
+from hyperpodrun.agent import family, node_state
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
 TELL_GRACE_S = 1.0
+OLD_STATE_S = 5.0
+"""What long dead jobs left is looked for when the first workers are well on their way."""
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -131,13 +133,15 @@ class Agent:
         family.become_subreaper()
         self.take_signals()
         config = self.config
-        over = self.link.memo.get(
-            "over"
-        )  # the agent before this one had heard the end of the job: nobody else may be left to ask
+        # The agent before this one may have heard the end of the job: nobody else may be left to ask.
+        over = self.link.memo.get("over")
         try:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
-            self.store = WorldStore(self.reactor, config, self.output.say, self.send_to_node)
+            facts_path = os.path.join(self.link.run_dir.path, "facts")
+            self.store = WorldStore(
+                self.reactor, config, self.output.say, self.send_to_node, facts_path, warn=not self.link.deaths
+            )
             if config.mesh is not None and over is None:
                 self.join_mesh()
         except (OSError, ValueError) as error:
@@ -148,6 +152,7 @@ class Agent:
         if over is None:
             self.starter.prepare()
             self.open_link()
+            self.reactor.call_later(OLD_STATE_S, lambda: node_state.remove_old(config.job_id, self.node, self.output.say))
             self.advance(policy.Begin(reborn=self.link.deaths > 0))
         else:
             self.advance(cluster.JobOver(int(over)))
@@ -254,7 +259,8 @@ class Agent:
         self.children.forget()
         self.first_failure.begin()
         if self.store is not None:
-            self.store.open(world, self.mesh.slot if self.mesh else "")
+            host = self.mesh.host if self.mesh else rendezvous.loopback()
+            self.store.open(world, self.mesh.slot if self.mesh else "", host)
         address = self.store.address if self.store is not None else None
         if in_place:
             self.attempt.go_on(world, address)
@@ -396,6 +402,7 @@ class Agent:
     def ended(self, left: tuple[str, ...]) -> None:
         """Nothing runs any more."""
         self.desk.tell_unkillable(left)
+        node_state.end(self.config.job_id, self.node, self.code == 0, self.config.job_id_by_chance, self.output.say)
         self.cgroup.remove()
         if self.mesh is not None:
             self.mesh.close(lambda: self.output.finish(self.reactor.stop))

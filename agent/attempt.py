@@ -379,6 +379,8 @@ class AttemptRunner:
     def _ask(self, local_ranks: tuple[int, ...]) -> None:
         for local_rank in local_ranks:
             if pid := self._group.alive.get(local_rank):
+                # At the barrier the user's handler of the signal may do no more than to note the wish.
+                self.links.send(local_rank, link.End(0, "no world follows in this process"))
                 os.kill(pid, self._config.shutdown_signal)
                 os.kill(pid, signal.SIGCONT)  # a frozen worker takes it only when it runs
 

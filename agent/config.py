@@ -48,6 +48,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     program: Program
     job_id: str
+    job_id_by_chance: bool = False
+    """Nobody named the job, so it cannot be started again under this id."""
     min_nodes: int = 1
     max_nodes: int = 1
     nproc_per_node: int = 1
@@ -57,6 +59,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """False: nobody named a number. With `inprocess_restart` other limits hold then (policy/escalation.py)."""
     restart_window_s: float = 3600.0
     max_node_failures: int | None = None
+    max_rank_faults: int = 3
     start_method: StartMethod = "forkserver"
     preload: tuple[str, ...] = ()
     python: str = ""
@@ -95,6 +98,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     post_train_script: str | None = None
     post_train_args: tuple[str, ...] = ()
     rootless: bool = True
+    data_port: int = 18000
+    """From here on ports are looked for on which the ranks of this node listen for each other's data."""
     mesh: MeshConfig | None = None
     """None: this node alone is the job."""
     notes: tuple[str, ...] = ()
@@ -107,4 +112,5 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_restarts=self.max_restarts if self.max_restarts_given or not self.inprocess_restart else None,
             max_node_failures=self.max_node_failures,
             window_s=self.restart_window_s,
+            max_rank_faults=self.max_rank_faults,
         )

@@ -157,6 +157,11 @@ class MeshDriver:
         return self._network is not None and self._network.send_store(node, payload)
 
     @property
+    def host(self) -> str:
+        """Where other nodes reach this one."""
+        return self._network.host if self._network else ""
+
+    @property
     def view(self) -> View | None:
         """Where this agent stands."""
         return self._node.view if self._node else None

@@ -10,11 +10,13 @@ States: *closed*, *open* (a world runs). Invariants: a generation that has ended
 from collections.abc import Callable
 from typing import Any
 
+from hyperpodrun.agent import data_ports
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.store import Store
 from hyperpodrun.agent.wire import store as op
+from hyperpodrun.agent.wire.facts import Place
 from hyperpodrun.agent.workers import rendezvous
 
 RETURNED = b"\0hyperpodrun/returned"
@@ -28,18 +30,27 @@ PORT_OF_THE_STORE = (
 
 
 class WorldStore:
-    """`send(node, payload)` is the way to the other agents. Raises OSError when there is no port for the agents' own store."""
+    """`send(node, payload)` is the way to the other agents, `facts_path` the file of the job's facts; `warn`: say what is wrong with
+    planned ports. Raises OSError when there is no port for the agents' own store."""
 
     def __init__(
-        self, reactor: Reactor, config: JobConfig, say: Callable[[str], None], send: Callable[[str, bytes], object]
+        self,
+        reactor: Reactor,
+        config: JobConfig,
+        say: Callable[[str], None],
+        send: Callable[[str, bytes], object],
+        facts_path: str,
+        warn: bool,
     ) -> None:
         self._config = config
         self._say = say
         self._own: Store | None = None
         self._tried: set[int] = set()
+        self._data_ports: data_ports.DataPorts | None = None
         if config.rootless or (config.mesh is not None and config.inprocess_restart):
             port = config.master_port if config.rootless else None
-            self._own = Store(reactor, say, send if config.mesh is not None else None, port)
+            self._plan_data_ports(warn)
+            self._own = Store(reactor, say, send if config.mesh is not None else None, port, facts_path)
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -52,10 +63,26 @@ class WorldStore:
         self._tried.add(port)
         return port
 
-    def open(self, world: World, slot: str) -> None:
-        """A world begins; this node is `slot` in it."""
+    def open(self, world: World, slot: str, host: str) -> None:
+        """A world begins; this node is `slot` in it, its ranks can be reached at `host`."""
         if self._own is not None:
-            self._own.open(world.generation, slot, world.nodes or (slot,))
+            first = self._data_ports.first if self._data_ports else 0
+            place = Place(slot, host, first, self._config.nproc_per_node)
+            self._own.open(world.generation, slot, world.nodes or (slot,), place)
+
+    def _plan_data_ports(self, warn: bool) -> None:
+        """Where ranks listen for data. Without such ports only what needs them does not work."""
+        config = self._config
+        try:
+            self._data_ports = data_ports.plan(config.nproc_per_node, config.data_port)
+        except OSError as error:
+            self._say(str(error))
+            return
+        if config.mesh is not None and warn:
+            planned = [*self._data_ports.ports, *((config.mesh.port,) if config.mesh.port else ())]
+            warning = data_ports.exposed(planned, rendezvous.ephemeral_range(), data_ports.reserved_ports())
+            if warning:
+                self._say(warning)
 
     def end(self, reason: str) -> None:
         """This world's keys are of no use any more: whoever waits for one is told."""

@@ -17,8 +17,11 @@ from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.wire import store as op
 
 MOST_UNACKNOWLEDGED = 1000
-LARGE_BYTES = 1 << 16
+LARGE_BYTES = 1 << 14
 """Larger values travel one at a time."""
+MOST_ANSWER_BYTES = 1 << 30
+OPEN_BYTES = 600
+"""What waiting for one key costs."""
 PATIENCE_S = 30.0
 """So long a rank that makes its process group again waits for its peers to do so too; then it takes what there is."""
 
@@ -27,14 +30,20 @@ _U64 = struct.Struct("<Q")
 READY, CANCELED = b"\0", b"\1"
 
 
+Job = Callable[[bytes, bytes, Callable[[bytes], None]], bytes | Pending]
+"""(verb, argument, done) -> the answer, or a Pending whose answer goes to `done`: what is asked about the job, see wire/facts.py."""
+
+
 class Asker:
     """One client in one generation."""
 
     __slots__ = (
+        "_asked_bytes",
         "_client",
         "_closed",
         "_drained",
         "_encode",
+        "_job",
         "_out",
         "_out_bytes",
         "_patience",
@@ -49,8 +58,10 @@ class Asker:
         "_unacknowledged_at",
     )
 
-    def __init__(self, reactor: Reactor, space: KeySpace, processes: Processes) -> None:
+    def __init__(self, reactor: Reactor, space: KeySpace, processes: Processes, job: Job) -> None:
         self._reactor = reactor
+        self._job = job
+        self._asked_bytes = 0
         self._space = space
         self._processes = processes
         self._closed = False
@@ -67,8 +78,8 @@ class Asker:
         self._out: list[bytes] = []
         self._out_bytes = 0
 
-    def close(self, why: str = "") -> None:
-        """End it; a sentence is for the log."""
+    def close(self, why: str = "", topic: str = "") -> None:
+        """End it; a sentence is for the log, where each topic is told of once a minute."""
         raise NotImplementedError
 
     def _go_on(self) -> None:
@@ -115,6 +126,8 @@ class Asker:
             self._when_drained(lambda: self._ask_each(operations, encode))
         else:
             self._settle(self._space.call_each(self._who(), operations, self._done), encode)
+            if self._pending is not None:
+                self._asked_bytes = OPEN_BYTES * len(operations)
 
     def _ask(self, operation: op.KeyOperation, encode: "Encode") -> None:
         if self._rendezvous and operation.key.startswith(PER_ROUND):
@@ -165,6 +178,12 @@ class Asker:
         else:
             self._settle(self._space.call_all(self._who(), operation, self._done), encode)
 
+    def _ask_job(self, verb: bytes, argument: bytes) -> None:
+        if self._unacknowledged:
+            self._when_drained(lambda: self._ask_job(verb, argument))
+        else:
+            self._settle(self._job(verb, argument, self._done), Asker._say_string)
+
     def _settle(self, answer: Any, encode: "Encode") -> None:
         if type(answer) is Pending:
             self._pending, self._encode = answer, encode
@@ -175,7 +194,7 @@ class Asker:
 
     def _done(self, answer: Any) -> None:
         """What was asked has its answer."""
-        encode, self._pending = self._encode, None
+        encode, self._pending, self._asked_bytes = self._encode, None, 0
         if self._closed or encode is None:
             return
         self._settle(answer, encode)
@@ -186,7 +205,7 @@ class Asker:
         if encode is Asker._say_ready:
             self._say(CANCELED)
             self._flush()
-        self.close("" if self._space.ended else trouble.text)
+        self.close("" if self._space.ended else trouble.text, trouble.text[:12])  # texts that begin alike say the same
 
     def _say(self, data: bytes) -> None:
         self._out.append(data)
@@ -205,14 +224,18 @@ class Asker:
 
     def _say_string(self, answer: Any) -> None:
         if answer is None:
-            self.close("a key was deleted between a client's wait for it and its get")
+            self.close("a key was deleted between a client's wait for it and its get", "deleted")
+            return
+        if self._out_bytes > MOST_ANSWER_BYTES:
+            self.close(f"an answer is too long: the limit is {MOST_ANSWER_BYTES >> 20} MiB", "answer")
             return
         self._say(_U64.pack(len(answer)) + answer)
 
     def _say_strings(self, answers: list[Any]) -> None:
         if not self._first_trouble(answers):
             for answer in answers:
-                self._say_string(answer)
+                if not self._closed:
+                    self._say_string(answer)
 
     def _say_item(self, answer: Any) -> None:
         self._say(_I64.pack(0) if answer is None else _I64.pack(1) + _U64.pack(len(answer)) + answer)

@@ -94,8 +94,6 @@ class Connection:
                 self.close()
                 return
             try:
-                if size_bytes > PACKET_BYTES:
-                    raise msgspec.DecodeError("too long")
                 message = self._door.decoder.decode(memoryview(buffer)[:size_bytes])
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
                 self._malformed += 1
@@ -145,7 +143,7 @@ class LinkDoor:
         self.reactor = reactor
         self.on_message = on_message
         self.decoder = msgspec.msgpack.Decoder(FromWorker)
-        self.buffer = bytearray(PACKET_BYTES + 1)
+        self.buffer = bytearray(PACKET_BYTES)  # what is cut off a longer packet makes it malformed
         self._on_closed = on_closed
         self._workers = workers
         self._complaints = Complaints(say, reactor.now_s)

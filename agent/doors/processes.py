@@ -5,6 +5,8 @@ from hyperpodrun.agent.mesh.shard import Client
 
 INIT_KEY = b"init/"
 """Every client that is told the number of workers adds one to it first; clones are not told."""
+MOST_KNOWN = 1 << 14
+"""Processes of a generation that are remembered when they have left."""
 
 
 class Processes:
@@ -16,6 +18,8 @@ class Processes:
 
     def __init__(self, space: KeySpace) -> None:
         self._space = space
+        self._next = 0
+        self._writers: set[int] = set()
         self._open: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._sessions: dict[int, int] = {}
@@ -23,7 +27,8 @@ class Processes:
 
     def enter(self, pid: int) -> Client:
         """A connection of this process was made."""
-        number = self._numbers.setdefault(pid, len(self._numbers) + 1)
+        if (number := self._numbers.get(pid)) is None:
+            number = self._numbers[pid] = self._next = self._next + 1
         count = self._open[pid] = self._open.get(pid, 0) + 1
         if count == 1:
             session = self._sessions[pid] = self._sessions.get(pid, 0) + 1
@@ -36,9 +41,23 @@ class Processes:
         self._rounds[pid] = self._rounds.get(pid, 0) + 1
         return self._space.client(self._numbers[pid], self._sessions[pid], self._rounds[pid])
 
-    def leave(self, pid: int) -> None:
-        """A connection closed."""
+    def leave(self, pid: int, wrote: bool) -> None:
+        """A connection closed; did it write anything?"""
+        if wrote:
+            self._writers.add(pid)
         self._open[pid] -= 1
-        if not self._open[pid]:
-            del self._open[pid]
+        if self._open[pid]:
+            return
+        del self._open[pid]
+        if pid in self._writers:
             self._space.left(self._numbers[pid], self._sessions[pid])
+        if pid < 0 or pid not in self._writers:
+            self._forget(pid)
+        elif len(self._numbers) > MOST_KNOWN:
+            self._forget(next(known for known in self._numbers if known not in self._open))
+
+    def _forget(self, pid: int) -> None:
+        """It left nothing behind, or it is nobody who can be known again, or there are too many."""
+        self._writers.discard(pid)
+        for table in (self._numbers, self._sessions, self._rounds):
+            table.pop(pid, None)

@@ -7,9 +7,11 @@ States: *open* (a generation is, connections are taken), *shut* (in between they
 """
 
 import errno
+import resource
 import socket
 
-from hyperpodrun.agent.doors.connection import MOST_HELD_BYTES, Connection
+from hyperpodrun.agent.doors.asking import Job
+from hyperpodrun.agent.doors.connection import Connection
 from hyperpodrun.agent.doors.processes import Processes
 from hyperpodrun.agent.mesh.keyspace import KeySpace
 from hyperpodrun.agent.reactor import Reactor, Timer
@@ -17,19 +19,25 @@ from hyperpodrun.agent.transport.complaints import Complaints
 
 MOST_CONNECTIONS = 16384
 HALF_S = 60.0
+"""So long the rest of a request is waited for."""
 SWEEP_S = 10.0
 
 
 class TcpStoreDoor:
     """The listening socket on `host`:`port`. Raises OSError when it cannot be bound.
 
-    Connections are taken while a generation is open (`space`), and closed at once in between.
+    Connections are taken while a generation is open (`space`), and closed at once in between. All together may hold `limit_bytes`.
+    `job` answers what is asked about the job.
     """
 
-    def __init__(self, reactor: Reactor, host: str, port: int, complaints: Complaints) -> None:
+    def __init__(self, reactor: Reactor, host: str, port: int, complaints: Complaints, limit_bytes: int, job: Job) -> None:
         self.reactor = reactor
         self.complaints = complaints
+        self.job = job
         self.host = host
+        self._limit_bytes = limit_bytes
+        # The agent needs descriptors for other things too: half of them stay free.
+        self._most_connections = min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._held_bytes = 0
         self._nameless_count = 0
         self._space: KeySpace | None = None
@@ -73,14 +81,21 @@ class TcpStoreDoor:
 
     # --- for connections
 
-    def held(self, more_bytes: int) -> bool:
-        """Account for what a connection holds; False when it is too much for all together."""
+    def charge(self, more_bytes: int) -> None:
+        """Account for what a connection holds. When that is too much for all together, the one with most goes."""
         self._held_bytes += more_bytes
-        return self._held_bytes <= MOST_HELD_BYTES
+        while more_bytes > 0 and self._held_bytes > self._limit_bytes and self._connections:
+            greatest = max(self._connections, key=lambda connection: connection.charged_bytes)
+            if not greatest.charged_bytes:
+                return
+            greatest.close(
+                f"too much is held for all clients together, the limit is {self._limit_bytes >> 20} MiB, and for this one most: "
+                f"{greatest.charged_bytes >> 20} MiB",
+                "held",
+            )
 
-    def forget(self, connection: Connection, held_bytes: int) -> None:
+    def forget(self, connection: Connection) -> None:
         """It closed."""
-        self._held_bytes -= held_bytes
         self._connections.pop(connection, None)
 
     def nameless(self) -> int:
@@ -103,12 +118,22 @@ class TcpStoreDoor:
                 self.reactor.forget_readable(self._socket.fileno())
                 self.reactor.call_later(0.2, self._accept_again)
                 return
-            if self._space is None or self._processes is None or len(self._connections) >= MOST_CONNECTIONS:
+            if self._space is None or self._processes is None or not self._has_room():
                 opened.close()
                 continue
             opened.setblocking(False)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connections[Connection(self, opened, self._space, self._processes)] = None
+
+    def _has_room(self) -> bool:
+        """For one more; a client that has sent nothing, or half a request, for longest makes room."""
+        if len(self._connections) < self._most_connections:
+            return True
+        self.complaints.about("full", f"{len(self._connections)} clients are connected to the store: no more are taken")
+        oldest = next((connection for connection in self._connections if connection.since_s is not None), None)
+        if oldest is not None:
+            oldest.close()
+        return oldest is not None
 
     def _accept_again(self) -> None:
         if self._socket.fileno() >= 0:
@@ -119,4 +144,4 @@ class TcpStoreDoor:
         old_s = self.reactor.now_s() - HALF_S
         for connection in list(self._connections):
             if connection.since_s is not None and connection.since_s < old_s:
-                connection.close(f"half a request: the rest did not come within {HALF_S:.0f} s")
+                connection.close(f"half a request: the rest did not come within {HALF_S:.0f} s", "half")

@@ -4,6 +4,13 @@ Owner of a key: keys fall into min(64, nodes) shards by a checksum, a shard belo
 (shard, node) among those of the world. The path is client -> own agent -> owner's agent -> back. Reads of one key that leave in
 the same frame are one read; a read never joins one that has left already, whose answer may be older than the question.
 
+A check goes to the owner each time. Were "there is no such key" answered from a standing subscription, whoever makes the key
+would have to wait until all who may still say so had heard of it, or a check could deny what a set before it had done: one more
+way there and back, up to a thousand frames, and a set that hangs for as long as one subscriber stands still (3 s, M2), for every
+key that anybody ever polled. The price of asking: 45 us of the owner's core a check and two frames, so with NCCL's monitor, which
+asks for one key every second, about half a core of one node in a job of 8,192 ranks, 3 % at 512
+(scripts/bench/store_simulated.py, loaded machine).
+
 `call` answers at once where this agent is the owner. Everything else comes through callbacks, which may call again: answers are
 queued and delivered by the outermost call, one after another. When the generation ends every call that is open, and every
 later one, is answered with `Trouble`.
@@ -75,7 +82,11 @@ class KeySpace:
         self._me = me
         self._shard = Shard(limit_bytes)
         self._owners = owners(order) if len(order) > 1 else ()
-        self._streams = {node: Stream(generation, life) for node in order if node != me}
+        self._life = life
+        self._peers = frozenset(order) - {me}
+        self._streams: dict[str, Stream] = {}
+        self._busy: dict[str, Stream] = {}
+        """Those with something to send, or to wait for: of a thousand peers nearly all are idle."""
         self._fresh_reads: dict[tuple[op.Operation, int], int] = {}
         self._asked: dict[int, _Asked] = {}
         self._number = 0
@@ -98,7 +109,7 @@ class KeySpace:
 
     def call_all(self, client: Client, operation: op.NumKeys | op.ListKeys, done: Callable[[list[Any]], None]) -> Any:
         """The same question to every shard; the answers in the order of the nodes, or a Pending."""
-        nodes = sorted({self._me, *self._streams})
+        nodes = sorted({self._me, *self._peers})
         return self._together([(node, operation) for node in nodes], client, done)
 
     def call_each(self, client: Client, operations: Sequence[op.KeyOperation], done: Callable[[list[Any]], None]) -> Any:
@@ -108,13 +119,13 @@ class KeySpace:
     def left(self, process: int, session: int) -> None:
         """The last connection of this process's session closed."""
         self._shard.left(self._me, process, session)
-        for node in self._streams:
+        for node in sorted(self._peers):
             self._put(node, op.Left(process, session))
 
     def began(self, session: int) -> None:
         """A process came back for its `session`-th time."""
         self._shard.began(session)
-        for node in self._streams:
+        for node in sorted(self._peers):
             self._put(node, op.Began(session))
 
     def end(self, reason: str) -> None:
@@ -127,6 +138,7 @@ class KeySpace:
             self._answer(asked, trouble)
         self._asked.clear()
         self._streams.clear()
+        self._busy.clear()
         self._deliver()
 
     @property
@@ -134,13 +146,19 @@ class KeySpace:
         """What this agent holds."""
         return self._shard.size_bytes
 
+    def validate(self) -> None:
+        """Raise ValueError when an invariant is broken."""
+        self._shard.validate()
+        if self._due or self._shard.woken:
+            raise ValueError("answers are left lying")
+
     # --- agents
 
     def receive(self, node: str, frame: op.Frame, now_ns: int) -> None:
         """A frame of this generation came from another node's agent."""
-        stream = self._streams.get(node)
-        if stream is None:
+        if self.ended or node not in self._peers or frame.generation != self.generation:
             return
+        stream = self._stream(node)
         try:
             items = stream.receive(frame, now_ns)
         except Reborn:
@@ -166,16 +184,21 @@ class KeySpace:
     def frames(self, now_ns: int) -> list[tuple[str, op.Frame]]:
         """What is to be sent now."""
         self._fresh_reads.clear()
-        return [(node, frame) for node, stream in self._streams.items() for frame in stream.frames(now_ns)]
+        made: list[tuple[str, op.Frame]] = []
+        for node, stream in list(self._busy.items()):
+            made += [(node, frame) for frame in stream.frames(now_ns)]
+            if stream.next_deadline_ns() is None:
+                del self._busy[node]
+        return made
 
     def tick(self, now_ns: int) -> None:
         """Time has passed; `frames` follows."""
-        for stream in self._streams.values():
+        for stream in self._busy.values():
             stream.tick(now_ns)
 
     def next_deadline_ns(self) -> int | None:
         """When `tick` has something to do."""
-        times = [at for stream in self._streams.values() if (at := stream.next_deadline_ns()) is not None]
+        times = [at for stream in self._busy.values() if (at := stream.next_deadline_ns()) is not None]
         return min(times) if times else None
 
     # --- inside
@@ -207,10 +230,17 @@ class KeySpace:
         return pending
 
     def _put(self, node: str, item: op.Item) -> None:
-        stream = self._streams.get(node)
-        if stream is not None:
-            stream.put(item)
+        if not self.ended:
+            self._stream(node).put(item)
             self._wake()
+
+    def _stream(self, node: str) -> Stream:
+        """The way to and from that peer, which is busy now."""
+        stream = self._streams.get(node)
+        if stream is None:
+            stream = self._streams[node] = Stream(self.generation, self._life)
+        self._busy[node] = stream
+        return stream
 
     def _unask(self, number: int, pending: Pending) -> None:
         asked = self._asked.get(number)

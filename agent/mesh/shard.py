@@ -19,7 +19,7 @@ Source: torch's TCPStore client and server, tried out over a recording proxy.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from hyperpodrun.agent.wire import store as op
@@ -32,10 +32,11 @@ Plain = bytes | int | bool | list[bytes] | None
 
 PENDING: Final = object()
 """The answer comes later, through `woken`."""
-PER_ROUND: Final = b"/default_pg/"
-"""Where init_process_group has its keys when it makes the store itself."""
+PER_ROUND: Final = (b"/default_pg/", b"//worker/attempt_")
+"""Where init_process_group has its keys when it makes the store itself; before torch 2.6 below the attempt's number."""
 ENTRY_BYTES = 200
 """What an entry costs beside its key and value."""
+PRUNE_AT = 4096
 _BUILDS_ON = (op.Add, op.Append, op.CompareSet, op.Arrive)
 _HALF = 1 << 63
 _WHOLE = 1 << 64
@@ -49,7 +50,7 @@ class Shard:
         self.size_bytes = 0
         self._limit_bytes = limit_bytes
         self._values: dict[bytes, bytes] = {}
-        self._authors: dict[bytes, tuple[Client, ...]] = {}
+        self._authors: dict[bytes, Collection[Client]] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._watchers: dict[bytes, dict[Ticket, int]] = {}
         self._poppers: dict[bytes, dict[Ticket, None]] = {}
@@ -57,6 +58,7 @@ class Shard:
         self._waits_for: dict[Ticket, bytes] = {}
         self._session = 1
         self._departed: set[tuple[str, int, int]] = set()
+        self._prune_at = PRUNE_AT
         self._handlers: dict[type, Callable[[Any, Ticket, Client], Any]] = {
             op.Set: self._set,
             op.Get: self._get,
@@ -97,6 +99,9 @@ class Shard:
             self._drop({gone})
         else:
             self._departed.add(gone)
+            if len(self._departed) > self._prune_at:  # those whose keys are gone too need no remembering
+                self._departed &= {author[:3] for authors in self._authors.values() for author in authors}
+                self._prune_at = max(PRUNE_AT, 2 * len(self._departed))
 
     def began(self, session: int) -> None:
         """A process came back for its `session`-th time."""
@@ -110,6 +115,22 @@ class Shard:
     def waiting(self) -> int:
         """How many calls are not answered yet."""
         return len(self._waits_for)
+
+    def validate(self) -> None:
+        """Raise ValueError when an invariant is broken."""
+        for table in (self._watchers, self._poppers, self._arrivals):
+            for key, waiting in table.items():
+                if not waiting or any(self._waits_for.get(ticket) != key for ticket in waiting):
+                    raise ValueError(f"who waits for {shown(key)} is not known")
+        for key, watchers in self._watchers.items():
+            if any(self._there(key, its_round) if its_round else key in self._values for its_round in watchers.values()):
+                raise ValueError(f"somebody waits for {shown(key)}, which is there")
+        if any(key in self._queues for key in self._poppers):
+            raise ValueError("somebody waits for an item of a queue that is not empty")
+        held = sum(len(key) + len(value) + ENTRY_BYTES for key, value in self._values.items())
+        held += sum(len(key) + len(item) + ENTRY_BYTES for key, queue in self._queues.items() for item in queue)
+        if held != self.size_bytes:
+            raise ValueError(f"{held} bytes are held, {self.size_bytes} are counted")
 
     # --- operations
 
@@ -211,7 +232,7 @@ class Shard:
 
     # --- keys
 
-    def _store(self, key: bytes, value: bytes, authors: tuple[Client, ...]) -> op.Trouble | None:
+    def _store(self, key: bytes, value: bytes, authors: Collection[Client]) -> op.Trouble | None:
         if len(value) > op.MOST_VALUE_BYTES:
             return op.Trouble(f"the value of {shown(key)} would have {len(value)} bytes; the limit is {op.MOST_VALUE_BYTES}")
         old = self._values.get(key)
@@ -234,9 +255,11 @@ class Shard:
         self.size_bytes += growth_bytes
         return None
 
-    def _joined(self, key: bytes, client: Client) -> tuple[Client, ...]:
+    def _joined(self, key: bytes, client: Client) -> Collection[Client]:
         authors = self._authors.get(key, ())
-        return authors if client in authors else (*authors, client)
+        joined = authors if isinstance(authors, dict) else dict.fromkeys(authors)
+        joined[client] = None  # thousands of ranks add to one key
+        return joined
 
     def _wake(self, key: bytes) -> None:
         for ticket, its_round in list(self._watchers.get(key, {}).items()):

@@ -193,7 +193,9 @@ def _who(incident: Incident) -> str:
 
 
 def _named(node: str, rank: int) -> str:
-    return f"local rank {rank} of {node}" if rank >= 0 else node
+    if rank < 0:
+        return node or "this node"
+    return f"local rank {rank} of {node}" if node else f"local rank {rank}"
 
 
 def _rank(incident: Incident) -> int:
@@ -213,7 +215,7 @@ def _words(situation: Situation, everywhere: bool, fresh: list[str], dropped: tu
     if everywhere:
         parts.append("all processes are replaced")
     elif fresh:
-        parts.append(f"new processes on {', '.join(fresh)}")
+        parts.append(f"new processes on {', '.join(fresh) or 'this node'}")
     elif not dropped:
         parts.append("restart in place")
     if stalled > 1:

@@ -17,18 +17,20 @@ import msgspec
 
 from hyperpodrun.agent.sim.faults import Schedule, random_schedule
 from hyperpodrun.agent.sim.judge import complaint
+from hyperpodrun.agent.sim.stores import StoreWorld
 from hyperpodrun.agent.sim.world import World
 
 
-def run_one(schedule: Schedule, trace: bool = False) -> tuple[str, str | None]:
-    """(digest, what went wrong or None) of one schedule, safety and liveness."""
+def run_one(schedule: Schedule, trace: bool = False, store: bool = False) -> tuple[str, str | None]:
+    """(digest, what went wrong or None) of one schedule, safety and liveness. `store`: its workers use the store."""
 
     def show(now: int, host: str, text: str) -> None:
         print(f"{now / 1e9:10.4f} {host or '--':4} {text}")
 
-    world = World(schedule, show if trace else None)
+    world = (StoreWorld if store else World)(schedule, show if trace else None)
     try:
         digest = world.run()
+        world.judge()
     except (AssertionError, ValueError) as error:
         return "", f"{type(error).__name__} at {world.now / 1e9:.4f} s: {error}"
     wrong = complaint(world)
@@ -55,6 +57,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=span, default=(3, 16), metavar="LOW:HIGH", help="slots of a job, both included")
     parser.add_argument("--slice", type=positive, default=1000, help="seeds a line of output")
     parser.add_argument("--jobs", type=positive, default=1, help="processes; the output does not depend on it but for times")
+    parser.add_argument("--store", action="store_true", help="workers use the store, and what they are told is judged")
     parser.add_argument("--trace", action="store_true", help="print what happens (one process)")
     parser.add_argument("--go-on", action="store_true", help="do not stop at the first seed that fails")
     asked = parser.parse_args()
@@ -64,7 +67,7 @@ def main() -> int:
         for first in range(asked.seeds[0], asked.seeds[1], asked.slice):
             seeds = range(first, min(first + asked.slice, asked.seeds[1]))
             chunk = max(1, min(50, len(seeds) // (4 * jobs)))
-            one = partial(run_seed, nodes=asked.nodes, trace=asked.trace)
+            one = partial(run_seed, nodes=asked.nodes, trace=asked.trace, store=asked.store)
             results = map(one, seeds) if pool is None else pool.map(one, seeds, chunksize=chunk)
             failed += tell_slice(asked, seeds, results)
             if failed and not asked.go_on:
@@ -72,9 +75,9 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run_seed(seed: int, nodes: tuple[int, int], trace: bool) -> tuple[str, str | None]:
+def run_seed(seed: int, nodes: tuple[int, int], trace: bool, store: bool) -> tuple[str, str | None]:
     """`run_one` of the schedule of a seed."""
-    return run_one(random_schedule(seed, *nodes), trace)
+    return run_one(random_schedule(seed, *nodes), trace, store)
 
 
 def tell_slice(asked: argparse.Namespace, seeds: range, results: Iterable[tuple[str, str | None]]) -> int:

@@ -15,3 +15,5 @@ THAW: Final = 9
 MEND: Final = 10
 CALM: Final = 11
 RETURN: Final = 12
+CALL: Final = 13
+"""Something of a world that is more than this one: a function and what it takes."""

@@ -164,6 +164,7 @@ def _fail(world: World, fault: Fault) -> None:
         host = world.hosts[name]
         symptoms = SYMPTOMS[fault.value]
         if host.works is not None and not host.stopping:
+            world.workers_end(host, "a worker failed")
             world.tell(host, WorkersFailed(host.works[1], 1, "exit code 1", symptoms))
         elif host.node is not None and host.node.view is not None and (host.stopping or host.parked):
             world.tell(host, WorkersFailed(host.node.view.generation, 1, "exit code 1 on the way", symptoms))

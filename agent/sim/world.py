@@ -39,6 +39,7 @@ from hyperpodrun.agent.mesh.node import Node
 from hyperpodrun.agent.policy.escalation import decide
 from hyperpodrun.agent.sim.faults import Schedule
 from hyperpodrun.agent.sim.happenings import (
+    CALL,
     CALM,
     DRAIN,
     EVENT,
@@ -57,7 +58,7 @@ from hyperpodrun.agent.sim.hosts import Host
 from hyperpodrun.agent.sim.inflict import calm, come_back, crash_now, inflict, mend, power_back, thaw
 from hyperpodrun.agent.sim.invariants import Invariants, Violation
 from hyperpodrun.agent.sim.links import Links
-from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Ballot, Decided, Member, Message, Promise, Source
+from hyperpodrun.agent.wire.mesh import Accept, AcceptedMsg, Ballot, Decided, Member, Message, Promise, Source, View
 
 
 class World:
@@ -305,6 +306,7 @@ class World:
                     how = "kills" if kill else "parks" if in_place else "stops"
                     self.say(host.name, f"{how} workers of generation {generation}")
                     host.stopping, host.stays = True, in_place
+                    self.workers_end(host, "a newer view is decided")
                     wait = self._misc.randrange(10, 200 if kill else 400) * MS
                     if not kill:
                         wait = max(wait, host.stuck_ns - self.now)
@@ -319,6 +321,7 @@ class World:
                 host.works = (view.chain, view.generation)
                 self.say(host.name, f"starts workers of generation {view.generation}{' in place' if parked else ''}")
                 self.invariants.started(host.works, host.name if parked else "")
+                self.workers_began(host, view)
             case Permit(chain, generation):
                 if host.works == (chain, generation):
                     host.permit = True
@@ -368,10 +371,24 @@ class World:
     def _on_fault(self, index: int) -> None:
         inflict(self, self.schedule.faults[index])
 
+    def _on_call(self, what: Callable[..., None], *args: object) -> None:
+        what(*args)
+
+    # --- what a world that is more than this one may add
+
+    def judge(self) -> None:
+        """After the run: raises Violation for what can only be seen then."""
+
+    def workers_began(self, host: Host, view: View) -> None:
+        """Workers of this view's generation have just been started here."""
+
+    def workers_end(self, host: Host, why: str) -> None:
+        """This host's workers are told to end, or one of them failed."""
+
 
 _CHECKED = frozenset({Promise, AcceptedMsg, Accept, Decided})
 _HANDLERS: dict[int, Callable[..., None]] = {
     MESSAGE: World._on_message, WAKE: World._on_wake, DRAIN: World._on_drain, START: World.start, FAULT: World._on_fault,
     EVENT: World._on_event, GONE: World._on_gone, EXIT: World._on_exit, POWER: power_back, THAW: thaw, MEND: mend, CALM: calm,
-    RETURN: come_back,
+    RETURN: come_back, CALL: World._on_call,
 }  # fmt: skip

@@ -9,35 +9,63 @@ import socket
 from collections.abc import Callable
 from typing import Literal
 
-from hyperpodrun.agent.reactor import Reactor
+from hyperpodrun.agent.reactor import Reactor, Timer
 
 Outcome = Literal["refused", "accepted", "timeout", "unreachable"]
 
 
+AGAIN_S = 0.06
+MOST_ATTEMPTS = 8
+
+
 def probe_tcp(reactor: Reactor, host: str, port: int, callback: Callable[[Outcome], None], timeout_s: float = 1.0) -> None:
     """Connect to a numeric host; `callback` is called once, from the loop and never before this returns."""
-    probe = socket.socket(
-        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-    )
-    try:
-        code = probe.connect_ex((host, port))
-    except OSError as error:  # a zone that does not exist, for one
-        code = error.errno or errno.EHOSTUNREACH
+    _Probe(reactor, host, port, callback, timeout_s)
 
-    def end(outcome: Outcome) -> None:
-        timer.cancel()
-        reactor.forget(probe.fileno())
-        probe.close()
-        callback(outcome)
 
-    def ready() -> None:
-        end(_outcome(probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)))
+class _Probe:
+    """A first packet that is lost is sent again only after 1 s (RFC 6298), longer than a silent peer is waited for: so a connect that
+    is not answered gets company of another one every `AGAIN_S`. The first answer counts.
+    """
 
-    if code == errno.EINPROGRESS:
-        timer = reactor.call_later(timeout_s, lambda: end("timeout"))
-        reactor.on_writable(probe.fileno(), ready)
-    else:
-        timer = reactor.call_later(0, lambda: end(_outcome(code)))
+    def __init__(self, reactor: Reactor, host: str, port: int, callback: Callable[[Outcome], None], timeout_s: float) -> None:
+        self._reactor = reactor
+        self._place = (host, port)
+        self._callback = callback
+        self._attempts: list[socket.socket] = []
+        self._limit = reactor.call_later(timeout_s, lambda: self._end("timeout"))
+        self._again: Timer | None = None
+        self._attempt()
+
+    def _attempt(self) -> None:
+        self._again = None
+        host, _ = self._place
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        attempt = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._attempts.append(attempt)
+        try:
+            code = attempt.connect_ex(self._place)
+        except OSError as error:  # a zone that does not exist, for one
+            code = error.errno or errno.EHOSTUNREACH
+        if code != errno.EINPROGRESS:
+            self._again = self._reactor.call_later(0, lambda: self._end(_outcome(code)))
+            return
+        self._reactor.on_writable(attempt.fileno(), lambda: self._ready(attempt))
+        if len(self._attempts) < MOST_ATTEMPTS:
+            self._again = self._reactor.call_later(AGAIN_S, self._attempt)
+
+    def _ready(self, attempt: socket.socket) -> None:
+        self._end(_outcome(attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)))
+
+    def _end(self, outcome: Outcome) -> None:
+        for timer in (self._limit, self._again):
+            if timer:
+                timer.cancel()
+        for attempt in self._attempts:
+            self._reactor.forget(attempt.fileno())
+            attempt.close()
+        self._attempts.clear()
+        self._callback(outcome)
 
 
 def _outcome(code: int) -> Outcome:

@@ -10,6 +10,15 @@ from collections.abc import Mapping
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.wire import names
 
+MANY_RANKS = 64
+"""Above it gloo's and NCCL's ways of meeting, made for few ranks, are too slow: n² reads of the store (MESH S8)."""
+FOR_MANY_RANKS = {
+    # One number instead of one address for each pair of ranks, read with one multi-get a rank.
+    "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1",
+    "GLOO_ENABLE_STORE_V2_API": "1",
+    # Connections when they are first used instead of n² at the start.
+    "TORCH_GLOO_LAZY_INIT": "1",
+}
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
@@ -60,14 +69,19 @@ def worker_env(
     rank0_addr: str,
     link: str,
     visible_device: str | None,
+    many_ranks: int = MANY_RANKS,
 ) -> list[tuple[bytes, bytes]]:
     """The whole environment of one rank.
 
-        `group_rank` is the node's rank, `group_world_size` the number of nodes; `visible_device` becomes CUDA_VISIBLE_DEVICES
-        (None: as inherited), `rank0_addr` is rank 0's host, `link` where the agent
-    listens for its workers ("": nowhere). There is one role, so the rank within it is the rank.
+    `group_rank` is the node's rank, `group_world_size` the number of nodes; `visible_device` becomes CUDA_VISIBLE_DEVICES
+    (None: as inherited), `rank0_addr` is rank 0's host, `link` where the agent listens for its workers ("": nowhere). There is one
+    role, so the rank within it is the rank. In a world of more than `many_ranks` ranks FOR_MANY_RANKS is set, each where the user
+    has not set it.
     """
     env = common_env(config, base_env)
+    if world_size > many_ranks:
+        for name, setting in FOR_MANY_RANKS.items():
+            env.setdefault(name.encode(), setting.encode())
     own: dict[str, str | int | bool] = {
         names.RANK: rank,
         names.LOCAL_RANK: 0 if config.virtual_local_rank else local_rank,

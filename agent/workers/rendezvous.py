@@ -12,6 +12,8 @@ import re
 import socket
 
 FIRST_PORT = 12000
+DATA_PORTS = range(18000, 20000)
+"""Planned for data between ranks (data_ports.py)."""
 _MIN_RANGE = 1000
 _TRIES = 200
 _TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
@@ -62,7 +64,7 @@ def choose_port(avoid: frozenset[int] = frozenset()) -> int:
         chooser = random.SystemRandom()
         for _ in range(_TRIES):
             port = chooser.randrange(FIRST_PORT, first)
-            if port not in avoid and is_free(port):
+            if port not in avoid and port not in DATA_PORTS and is_free(port):
                 return port
     for _ in range(_TRIES):
         family = socket.AF_INET6 if loopback() == "::1" else socket.AF_INET

@@ -174,6 +174,11 @@ OPTIONS: tuple[Option, ...] = (
         help="Node failures within the restart window before the job is given up.",
     ),
     Option(
+        name="max-rank-faults", origin="own", group=RESTARTS, kind=kinds.whole(1), default="3",
+        help="Faults of one rank within the restart window that are healed the same way before more is replaced: its process, "
+        "its node's processes, all processes, its node.",
+    ),
+    Option(
         name="exit-skew-timeout", origin="own", group=RESTARTS, kind=kinds.seconds(), default="300",
         help="Longest wait for the other ranks after the first one has ended well.",
     ),
@@ -230,6 +235,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         name="mesh-port", origin="own", group=MESH, kind=kinds.whole(0, 65535), default="29400", note_alone=_ALONE,
         help="First port of this node's range; 0 picks free ones.",
+    ),
+    Option(
+        name="data-port", origin="own", group=MESH, kind=kinds.whole(1024, 65000), default="18000",
+        help="From here on a free range of ports is planned, one a rank, for data between ranks (rootless.data_address).",
     ),
     Option(
         name="spares", origin="own", group=MESH, kind=kinds.whole(0), default="0",

@@ -52,9 +52,11 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
     log_dir = settings.find("log-dir", str)
     if log_dir is not None:
         machine.check_log_dir(log_dir, settings.source("log-dir"), create=not settings.on("dry-run"))
+    named, origin = job_id(settings, environment, _common_id(mesh) if mesh else chance_id)
     return JobConfig(
         program=what,
-        job_id=job_id(settings, environment, _common_id(mesh) if mesh else chance_id)[0],
+        job_id=named,
+        job_id_by_chance=origin == "chance" and mesh is None,
         min_nodes=nodes.minimum,
         max_nodes=nodes.maximum,
         nproc_per_node=workers,
@@ -63,6 +65,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         max_restarts_given="max-restarts" in settings.given,
         restart_window_s=settings.get("restart-window", float),
         max_node_failures=settings.find("max-node-failures", int),
+        max_rank_faults=settings.get("max-rank-faults", int),
         start_method=start_method,
         preload=settings.find("preload", tuple) or (),
         python=_python(environment),
@@ -92,6 +95,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         post_train_script=settings.find("post-train-script", str),
         post_train_args=settings.find("post-train-args", tuple) or (),
         rootless=rootless,
+        data_port=settings.get("data-port", int),
         notes=tuple(notes),
         mesh=mesh,
     )

@@ -71,7 +71,10 @@ class AbortDataLoaders(Abort):
 
 
 class AbortAsyncCheckpoint(Abort):
-    """torch DCP's background process for async_save. A save that was under way stays incomplete; saves on threads end by themselves."""
+    """torch DCP's background process for async_save. A save that was under way stays incomplete.
+
+    Saves on threads end by themselves: with the error of the collective that they wait for, or with their file.
+    """
 
     def __call__(self) -> None:
         """End the process; the next async_save starts another one."""

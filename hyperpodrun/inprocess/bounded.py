@@ -24,7 +24,7 @@ def run(action: Callable[[], Any], timeout_s: float, name: str) -> Any:
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        raise TookTooLong(f"{name} did not end within {timeout_s:g} s")
+        raise TookTooLong(f"{name} did not end within {timeout_s:.3g} s")
     if problem:
         raise problem[0]
     return outcome[0]

@@ -2,9 +2,9 @@
 
 `free` may run while another thread is inside a collective, or still building a group; `forget` after the function has been left.
 What torch keeps of groups (`_world`) is emptied here and not by `destroy_process_group`, which waits for an outstanding operation
-and, when a group's making was broken off, leaves a counter behind from which the next names are made: the next init would wait for ever
-for keys that the other ranks call by another name. The groups themselves are let go of in a thread: their destructors join gloo's
-threads, and that takes tens of milliseconds and is nobody's business.
+and, when a group's making was broken off, leaves a counter behind from which the next names are made: the next init would wait
+for ever for keys that the other ranks call by another name. The groups themselves are let go of in a thread: their destructors
+join gloo's threads, and that takes tens of milliseconds and is nobody's business.
 Source: torch/distributed/distributed_c10d.py (2.4 to 2.13), `_abort_process_group`, `destroy_process_group`.
 """
 

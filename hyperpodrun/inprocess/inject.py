@@ -27,9 +27,9 @@ Keys, all optional:
     for=5                              seconds that a hang or a stop lasts (without end)
     code=7, mb=256                     see above
 
-Each fires `times` times in a job, whatever is restarted in between: a claim is kept in HYPERPODRUN_INJECT_DIR, else in the launcher's own
-folder, which goes with the job. That folder is the node's: a rank that moves to another node may meet its fault again, unless
-the named folder is shared. A forked replacement on the same node does not.
+Each fires `times` times in a job, whatever is restarted in between: a claim is kept in HYPERPODRUN_INJECT_DIR, else in the launcher's
+own folder, which goes with the job. That folder is the node's: a rank that moves to another node may meet its fault again,
+unless the named folder is shared. A forked replacement on the same node does not.
 """
 
 import ctypes

@@ -214,7 +214,8 @@ def _set_async(thread: int, kind: type[BaseException] | None) -> None:
 
 def _handled_by(thread: int) -> BaseException | None:
     found: Any = sys._current_exceptions().get(thread)
-    return found[1] if isinstance(found, tuple) else found  # Python 3.11 gives exc_info's triple
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11 gives exc_info's triple
+    return error
 
 
 _hidden = False

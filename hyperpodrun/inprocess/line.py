@@ -17,4 +17,7 @@ class Line(Protocol):
 
 
 Connect = Callable[[Callable[[link.ToWorker], None], Callable[[object], None]], Line | None]
-"""Given what to do with a message and at the line's end (called in the line's own thread, with the reason): the line, or None without an agent."""
+"""Given what to do with a message, and at the line's end (with the reason): the line, or None without an agent.
+
+Both are called in the line's own thread.
+"""

@@ -1,7 +1,7 @@
 """Ending the DataLoader iterators of this process, and no other children of it.
 
-An iterator owns worker processes and, with pin_memory, a thread. torch's own way waits up to five seconds for each worker that is busy;
-here workers are asked, given GRACE_S together, and then killed: what they were fetching is not wanted any more. torch's watch
+An iterator owns worker processes and, with pin_memory, a thread. torch's own way waits up to five seconds for each worker that is
+busy; here workers are asked, given GRACE_S together, and then killed: what they were fetching is not wanted any more. torch's watch
 over their deaths (a SIGCHLD handler that raises) is told first.
 Source: torch/utils/data/dataloader.py, "Data Loader Multiprocessing Shutdown Logic".
 """

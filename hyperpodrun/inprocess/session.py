@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from hyperpodrun.agent.wire import link, names
 from hyperpodrun.inprocess.errors import InternalError
@@ -40,6 +41,7 @@ class Session:
         self._left = -1  # generations up to this one have been left, or are being
         self._interrupted = -1
         self._released = -1
+        self._ending: link.End | None = None
         self._lost = False
         self._stopper: threading.Thread | None = None
 
@@ -102,6 +104,7 @@ class Session:
         with self._changed:
             while self._entry is None or self._entry.generation <= self.generation:
                 self._check_line()
+                self._check_end()
                 self._changed.wait()
             self.generation = self._entry.generation
             self.reason = self._entry.reason
@@ -146,6 +149,7 @@ class Session:
                 if self._interrupted >= self.generation:
                     return False
                 self._check_line()
+                self._check_end()
                 self._changed.wait()
 
     def fault(self, kind: str, headline: str, text: str = "", rung: link.Rung = "") -> None:
@@ -160,6 +164,10 @@ class Session:
         if self._lost:
             raise InternalError("the agent of this node has ended; its workers end with it")
 
+    def _check_end(self) -> None:
+        if self._ending is not None:
+            raise SystemExit(self._ending.code)
+
     # --- the line's thread
 
     def _receive(self, message: link.ToWorker) -> None:
@@ -171,6 +179,8 @@ class Session:
             elif isinstance(message, link.Enter):
                 if self._entry is None or message.generation > self._entry.generation:
                     self._entry = message
+            elif isinstance(message, link.End):
+                self._ending = message
             elif isinstance(message, link.Released):
                 self._released = max(self._released, message.generation)
             elif isinstance(message, link.Interrupt) and message.generation > max(self._interrupted, self._left):
@@ -225,3 +235,20 @@ class Session:
 
 def _nothing() -> None:
     pass
+
+
+_protected: Session | None = None
+
+
+def protect(session: Session | None) -> None:
+    """The session of the wrapped call that runs in this process; None when it has ended."""
+    global _protected
+    _protected = session
+
+
+def update_section() -> AbstractContextManager[None]:
+    """Around an update of the state (hyperpodrun.recovery): a restart is raised behind it, unless it takes longer than UPDATE_S.
+
+    Nothing outside a protected call, and in threads other than the function's.
+    """
+    return nullcontext() if _protected is None else _protected.interrupter.update()

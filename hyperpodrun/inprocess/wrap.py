@@ -38,7 +38,7 @@ from hyperpodrun.inprocess.finalize import CheckpointlessFinalizeCleanup
 from hyperpodrun.inprocess.health_check import CudaHealthCheck
 from hyperpodrun.inprocess.line import Connect
 from hyperpodrun.inprocess.progress import counters
-from hyperpodrun.inprocess.session import Session
+from hyperpodrun.inprocess.session import Session, protect
 from hyperpodrun.inprocess.train_utils import HPAgentK8sAPIFactory
 
 __all__ = ["HPCallWrapper", "HPWrapper", "HealthCheckError", "InternalError", "RankShouldRestart", "RestartRequested"]
@@ -111,10 +111,12 @@ class HPWrapper:
         caller = HPCallWrapper(session, self.checkpoint_manager)
         args, kwargs = where.with_caller(args, kwargs, caller)
         _running, _used = caller, True
+        protect(session)
         try:
             return _Rounds(self, session, caller).run(function, args, kwargs)
         finally:
             _running = None
+            protect(None)
             session.set_stage("returned", tell=False)
 
     def _session(self) -> Session | None:

@@ -192,7 +192,7 @@ class Link:
     def _serve(self) -> str:
         """Until the link's end; says why it came."""
         decoder = msgspec.msgpack.Decoder(ToWorker)
-        buffer = bytearray(PACKET_BYTES + 1)
+        buffer = bytearray(PACKET_BYTES)
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         beat_at_s = time.monotonic() + BEAT_S

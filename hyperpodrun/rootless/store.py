@@ -5,16 +5,20 @@ and a blocked call does not hold the interpreter's lock. What is added: writes a
 is linearizable; a fork gets connections of its own; torch finds the methods under both spellings that it looks for.
 
 torch keeps only the C++ half of a Python store alive: `current()` keeps the other one, for as long as the process lives.
-Invariants: a connection is used by the process and thread that made it. Source: torch/csrc/distributed/c10d/init.cpp, PythonStore.
+Invariants: a connection is used by the process and thread that made it; none is made in a generation that is not the store's.
+Keys are text: torch hands them to a Python store as such, so a key that is no UTF-8 fails before it gets here.
+Source: torch/csrc/distributed/c10d/init.cpp, PythonStore.
 """
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore  # where torch.distributed takes them from
+from torch.distributed import DistNetworkError, DistStoreError
 
 from hyperpodrun.agent.wire import names
 
@@ -35,6 +39,9 @@ class MeshStore(Store):
         super().__init__()
         self._address = address
         self._clients = threading.local()
+        self._anchor: tuple[int, Any] | None = None
+        """(pid, a connection that nothing is asked over): while one is open the agent keeps what this process has written."""
+        self._generation = os.environ.get(names.GENERATION, "")
         self.set_timeout(timeout)
 
     @classmethod
@@ -56,14 +63,28 @@ class MeshStore(Store):
     timeout: timedelta
     """How long a get or wait without a limit of its own may take. Held by the C++ half, where PrefixStore sets it."""
 
-    def _client(self) -> Any:
+    def _connect(self) -> Any:
+        host, port = self._address
+        return TCPStore(host, port, None, False, timeout=_DEFAULT_TIMEOUT, wait_for_workers=False)
+
+    @contextmanager
+    def _client(self) -> Iterator[Any]:
+        """This thread's connection. One that broke is not used again; a new one is made as long as the generation lasts."""
         mine = self._clients
         if getattr(mine, "pid", None) != os.getpid():
-            host, port = self._address
-            mine.client = TCPStore(host, port, None, False, timeout=_DEFAULT_TIMEOUT, wait_for_workers=False)
+            if self._generation != os.environ.get(names.GENERATION, ""):
+                raise DistStoreError(f"generation {self._generation} ended, and this store with it: take MeshStore.current()")
+            with _lock:
+                if self._anchor is None or self._anchor[0] != os.getpid():
+                    self._anchor = os.getpid(), self._connect()
+            mine.client = self._connect()
             mine.pid = os.getpid()
         mine.client.set_timeout(self.timeout)
-        return mine.client
+        try:
+            yield mine.client
+        except DistNetworkError:
+            mine.pid = None
+            raise
 
     def _acknowledged(self, client: Any) -> None:
         client.check([])  # the agent answers when all that was written before has been carried out
@@ -72,53 +93,61 @@ class MeshStore(Store):
 
     def set(self, key: str, value: Any) -> None:
         """Store a value."""
-        client = self._client()
-        client.set(key, value)
-        self._acknowledged(client)
+        with self._client() as client:
+            client.set(key, value)
+            self._acknowledged(client)
 
     def get(self, key: str) -> bytes:
         """The value, once there is one."""
-        return bytes(self._client().get(key))
+        with self._client() as client:
+            return bytes(client.get(key))
 
     def add(self, key: str, value: int) -> int:
         """Add to a number (0 if there is none) and return the sum, of 64 bit."""
-        return int(self._client().add(key, value))
+        with self._client() as client:
+            return int(client.add(key, value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Replace `expected` by `desired`; the value after that."""
-        return bytes(self._client().compare_set(key, expected, desired))
+        with self._client() as client:
+            return bytes(client.compare_set(key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Are all there?"""
-        return bool(self._client().check(list(keys)))
+        with self._client() as client:
+            return bool(client.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Until all are there."""
-        self._client().wait(list(keys), self.timeout if timeout is None else timeout)
+        with self._client() as client:
+            client.wait(list(keys), self.timeout if timeout is None else timeout)
 
     def delete_key(self, key: str) -> bool:
         """Was there such a key?"""
-        return bool(self._client().delete_key(key))
+        with self._client() as client:
+            return bool(client.delete_key(key))
 
     def num_keys(self) -> int:
         """Of all nodes' shards."""
-        return int(self._client().num_keys())
+        with self._client() as client:
+            return int(client.num_keys())
 
     def append(self, key: str, value: Any) -> None:
         """Add to the end of a value."""
-        client = self._client()
-        client.append(key, value)
-        self._acknowledged(client)
+        with self._client() as client:
+            client.append(key, value)
+            self._acknowledged(client)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values, once all are there."""
-        return [bytes(value) for value in self._client().multi_get(list(keys))]
+        with self._client() as client:
+            return [bytes(value) for value in client.multi_get(list(keys))]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         """Store several values."""
-        client = self._client()
-        client.multi_set(list(keys), list(values))
-        self._acknowledged(client)
+        with self._client() as client:
+            client.multi_set(list(keys), list(values))
+            self._acknowledged(client)
 
     def has_extended_api(self) -> bool:
         """append, multi_get and multi_set are there."""
@@ -126,25 +155,29 @@ class MeshStore(Store):
 
     def queue_push(self, key: str, value: Any) -> None:
         """Put an item at a queue's end."""
-        client = self._client()
-        client.queue_push(key, value)
-        self._acknowledged(client)
+        with self._client() as client:
+            client.queue_push(key, value)
+            self._acknowledged(client)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the oldest item. Raises `dist.QueueEmptyError` when there is none and `block` is false."""
-        return bytes(self._client().queue_pop(key, block))
+        with self._client() as client:
+            return bytes(client.queue_pop(key, block))
 
     def queue_len(self, key: str) -> int:
         """How many items wait."""
-        return int(self._client().queue_len(key))
+        with self._client() as client:
+            return int(client.queue_len(key))
 
     def list_keys(self) -> list[str]:
         """All keys."""
-        return list(self._client().list_keys())
+        with self._client() as client:
+            return list(client.list_keys())
 
     def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
         """Until `world_size` have come."""
-        self._client().barrier(key, world_size, self.timeout if timeout is None else timeout)
+        with self._client() as client:
+            client.barrier(key, world_size, self.timeout if timeout is None else timeout)
 
     def clone(self) -> "MeshStore":
         """The same keys; torch's C++ side asks for one to use elsewhere."""

@@ -55,6 +55,7 @@ BAD_VALUES = {
     "max-restarts": ["-1", "many", "1e3", ""],
     "restart-window": ["0", "-1", "nan", "inf", "1_0", "soon", "", "1e99"],
     "max-node-failures": ["-1"],
+    "max-rank-faults": ["0", "-1", "x"],
     "exit-skew-timeout": ["0"],
     "shutdown-timeout": ["-1", "nan", "30s"],
     "shutdown-signal": ["SIGINT", "sigterm", "15"],

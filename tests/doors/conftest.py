@@ -2,13 +2,16 @@
 
 import socket
 import struct
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.store import Store
 
+sys.path.insert(0, str(Path(__file__).parent))  # spoken.py
 MAGIC = struct.pack("<BI", 0, 0x3C85F7CE)
 
 

@@ -7,70 +7,11 @@ import socket
 import struct
 
 import pytest
+from spoken import EXCHANGES, alive, closed, number, read, text
 
-from hyperpodrun.agent.doors import connection, tcpstore
+from hyperpodrun.agent.doors import connection, requests, tcpstore
 
-MAGIC = struct.pack("<BI", 0, connection.MAGIC)
-
-
-def text(raw):
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def number(value):
-    return struct.pack("<q", value)
-
-
-def read(client, size):
-    got = b""
-    while len(got) < size:
-        piece = client.recv(size - len(got))
-        if not piece:
-            return got
-        got += piece
-    return got
-
-
-def closed(client):
-    """The server ended this connection."""
-    with contextlib.suppress(ConnectionResetError):
-        while client.recv(1 << 16):
-            pass
-    return True
-
-
-def alive(served):
-    """A well-behaved client is still served."""
-    with served.connect() as client:
-        client.sendall(b"\4" + text(b"/alive") + number(0) + b"\x0d" + struct.pack("<I", 9))
-        assert read(client, 12) == number(0) + struct.pack("<I", 9)
-    return True
-
-
-EXCHANGES = [
-    (b"\1" + text(b"k") + text(b"v") + b"\3" + text(b"k"), text(b"v")),
-    (b"\2" + text(b"c") + text(b"") + text(b"x"), text(b"x")),
-    (b"\2" + text(b"c") + text(b"y") + text(b"z"), text(b"x")),
-    (b"\4" + text(b"n") + number(-3), number(-3)),
-    (b"\5" + number(2) + text(b"k") + text(b"missing"), b"\1"),
-    (b"\5" + number(0), b"\0"),
-    (b"\6" + number(2) + text(b"k") + text(b"n"), b"\0"),
-    (b"\6" + number(0), b"\0"),
-    (b"\7", number(3)),
-    (b"\6" + number(2) + text(b"k") + text(b"missing") + b"\x0c", b"\1"),
-    (b"\x0c", b"\1"),
-    (b"\x09" + text(b"k") + text(b"w") + b"\x0a" + number(2) + text(b"n") + text(b"k"), text(b"-3") + text(b"vw")),
-    (b"\x0a" + number(0) + b"\x0d\1\2\3\4", b"\1\2\3\4"),
-    (b"\x0b" + number(2) + text(b"a") + text(b"1") + text(b"b") + text(b"2") + b"\3" + text(b"b"), text(b"2")),
-    (b"\x0e" + text(b"q") + text(b"i") + b"\x10" + text(b"q"), number(1)),
-    (b"\x0f" + text(b"q"), number(1) + text(b"i")),
-    (b"\x0f" + text(b"q"), number(0)),
-    (b"\x08" + text(b"a"), number(1)),
-    (b"\x08" + text(b"a"), number(0)),
-    (b"\x12" + text(b"bar") + number(1), b"\0"),
-    (b"\x12" + text(b"bar2") + number(2) + b"\x0c", b"\1"),
-    (b"\x12" + text(b"bar2") + number(2), b"\0"),
-]
+MAGIC = struct.pack("<BI", 0, requests.MAGIC)
 
 
 def test_every_request_is_answered(served):
@@ -175,6 +116,15 @@ def test_half_a_request_is_not_waited_for_without_end(served, monkeypatch):
         assert closed(silent) and closed(half)
         idle.sendall(b"\x0d\1\2\3\4")
         assert read(idle, 4) == b"\1\2\3\4"
+
+
+def test_nothing_is_done_of_what_follows_the_request_that_ended_a_connection(served):
+    with served.connect() as client:
+        wrong = b"\1" + text(b"k") + text(b"abc") + b"\4" + text(b"k") + number(1)
+        client.sendall(wrong + b"\1" + text(b"late") + text(b"v") + b"\6" + number(1) + text(b"never"))
+        assert closed(client)
+    assert served.do(lambda: served.store.space._shard.waiting()) == 0
+    assert b"late" not in served.do(lambda: served.store.space._shard._values)
 
 
 def test_the_end_of_the_generation_ends_its_waits_and_connections(served):

@@ -22,7 +22,7 @@ import msgspec
 from hyperpodrun.agent.wire import link
 
 HERE = Path(__file__).parent
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
 
 
 class Nursery:
@@ -131,6 +131,7 @@ class FakeAgent:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "MASTER_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
+            "RES_OPTIONS": "timeout:1 attempts:1",  # torch looks the store's name up at each connection, in DNS
             "OUT": str(self.folder),
             **self.env,
         }
@@ -267,25 +268,21 @@ class FakeAgent:
             "JOB_RESTART_COUNT": str(self.restarts),
         }
         if self.with_store:
-            env["MASTER_PORT"] = str(self.store_of(self.generation).port)
+            env["MASTER_PORT"] = str(self.store_port())
         return link.Enter(self.generation, self.restarts, env, mode, reason)  # type: ignore[arg-type]
 
-    def store_of(self, generation: int) -> Any:
+    def store_port(self) -> int:
+        """A store a generation; the older ones stay, so that whoever waits in one is not freed by its end."""
         from datetime import timedelta
 
         from torch.distributed import TCPStore
 
-        if generation not in self.stores:
-            self.stores.clear()  # the end of one generation's store is its clients' error
-            self.stores[generation] = TCPStore(
-                "127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False, use_libuv=False
-            )
-        return self.stores[generation]
+        if self.generation not in self.stores:
+            self.stores[self.generation] = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        return int(self.stores[self.generation].port)
 
     def interrupt(self, reason: str = "a fault elsewhere", rank: int | None = None) -> None:
         self.times.append(("interrupt", -1, time.monotonic()))
-        if self.with_store:
-            self.stores.clear()
         for each, worker in self.workers.items():
             if worker.line is not None and rank in (None, each):
                 self.send(each, link.Interrupt(self.generation, reason))
@@ -297,7 +294,7 @@ class FakeAgent:
 
     # --- playing a job
 
-    def play(self, until_generation: int | None = None) -> None:
+    def play(self, until_generation: int | None = None, patience_s: float = PATIENCE_S) -> None:
         """Run the job until all workers have ended, or until this generation has been entered."""
         self.playing = True
         self.look()
@@ -308,6 +305,7 @@ class FakeAgent:
                 else self.generation >= until_generation
             ),
             "the job",
+            patience_s,
         )
         self.playing = False
 
@@ -331,9 +329,12 @@ class FakeAgent:
             self.ending = None
             self.enter("start" if self.generation < 0 else "inplace")
             self.times.append(("enter", -1, time.monotonic()))
-        elif self.ending is None and all(worker.returned == self.generation for worker in workers):
-            if 0 <= self.generation != self.released:
-                self.release()
+        elif (
+            self.ending is None
+            and 0 <= self.generation != self.released
+            and all(worker.returned == self.generation for worker in workers)
+        ):
+            self.release()
 
     def read_rest(self, worker: Worker) -> None:
         if worker.line is not None:
@@ -348,6 +349,7 @@ class FakeAgent:
         self.interrupt(reason)
 
     def close(self) -> None:
+        self.playing = False
         for pid in self.all_pids:
             if pid not in self.nursery.codes:
                 with contextlib.suppress(ProcessLookupError):

@@ -4,6 +4,7 @@ stdin: one JSON object a line, {"script", "env", "out"}; stdout: {"pid"} at once
 subprocess has it). stdin's end kills what still runs.
 """
 
+import atexit
 import json
 import os
 import select
@@ -13,7 +14,7 @@ import traceback
 
 
 def main() -> None:
-    import torch  # noqa: F401
+    import torch
     import torch.distributed
     import torch.utils.data  # noqa: F401
 
@@ -72,9 +73,10 @@ def become(order: dict) -> None:
     except KeyboardInterrupt:
         traceback.print_exc()
         code = 130
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - as the interpreter does
         traceback.print_exc()
         code = 1
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
 

@@ -6,6 +6,8 @@ import socket
 
 import pytest
 
+from hyperpodrun.agent.wire import address
+
 pytestmark = pytest.mark.processes
 
 ASK = """
@@ -36,7 +38,8 @@ def test_every_rank_and_what_it_starts_is_answered_and_a_stranger_is_not(launch)
     for _ in range(5):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.settimeout(60)
-            stranger.connect(rows[0]["link"].removeprefix("unix:"))
+            with address.fitting(rows[0]["link"].removeprefix("unix:")) as path:
+                stranger.connect(path)
             assert stranger.recv(100) == b""
     (run.folder / "finish").touch()
     assert run.code() == 0, run.story()

@@ -53,3 +53,18 @@ def test_the_alert_of_a_suspected_observer_is_implied() -> None:
 def test_nobody_is_accused_by_implication_alone() -> None:
     alerts = table("n0", "n1", "n2")
     assert alerts.count("n5") == 0
+
+
+def test_who_is_not_heard_by_one_member_is_not_taken_in() -> None:
+    """M8: an alert about somebody outside bars the door until it is taken back, unless whoever says so is itself suspected."""
+    alerts = table()
+    assert alerts.apply(0, Alert("d", "n0", "outside", 0, True))
+    assert alerts.barred() == {"outside"} and alerts.suspects() == () and alerts.is_quiet
+    for seq, observer in enumerate(NODES[1:5]):
+        alerts.apply(seq, Alert("d", observer, "n0", 1, True))
+    alerts.settle(100, must=True)
+    assert alerts.suspects() == ("n0",) and alerts.barred() == frozenset()
+    alerts = table()
+    alerts.apply(0, Alert("d", "n0", "outside", 0, True))
+    alerts.apply(1, Alert("d", "n0", "outside", 1, False))
+    assert alerts.barred() == frozenset()

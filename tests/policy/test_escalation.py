@@ -280,4 +280,7 @@ def test_the_story_has_a_line_for_each_decision() -> None:
         "generation 0: local rank 1 of a, local rank 0 of b failed, before any step was completed: new processes on that node",
         "generation 1: c failed: the node replaced, or all processes where nobody could take its place",
     )
+    alone = Run()
+    alone.faults(5, failed(STUCK, node=""))
+    assert alone.last.reason == "local rank 1 fails again and again, and nothing helps"
     assert story((Fault(7, "a", -2, "all", True, 0),)) == ("generation 7: a failed: all processes replaced",)

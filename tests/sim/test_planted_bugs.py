@@ -408,3 +408,12 @@ def test_a_launcher_that_is_taken_for_a_first_start_is_caught(monkeypatch: pytes
     assert "VIOLATION" not in play(head)
     monkeypatch.setattr(bootstrap.Bootstrap, "_first_start", property(lambda _: True, lambda *_: None), raising=False)
     assert "VIOLATION" in play(head)
+
+
+def test_a_door_that_is_never_barred_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M8. No invariant is broken by coming and going for ever, but the job gets nowhere."""
+    scenario = Path(__file__).parent.parent / "scenarios" / "one_way_between_two.txt"
+    head = scenario.read_text().partition(DASHES)[0]
+    assert play(head).count("n00  view") == 3
+    monkeypatch.setattr(convening, "barred", lambda _: frozenset())
+    assert play(head).count("n00  view") > 10

@@ -136,20 +136,22 @@ def test_a_first_message_makes_its_connection_and_waits_for_it(net, free_ports):
 
 
 def test_only_connections_that_are_wanted_or_used_stay(net, monkeypatch):
-    monkeypatch.setattr("hyperpodrun.agent.transport.transport.IDLE_S", 0.2)
+    idle = "hyperpodrun.agent.transport.transport.IDLE_S"
+    monkeypatch.setattr(idle, 1000.0)
     monkeypatch.setattr("hyperpodrun.agent.transport.transport.SWEEP_S", 0.05)
     a = net.agent("a")
-    kept, contact, released, used, idle, asked = others = [net.agent(name) for name in ("k", "c", "r", "u", "i", "f")]
+    kept, contact, released, used, once, asked = others = [net.agent(name) for name in ("k", "c", "r", "u", "i", "f")]
     a.net.connect("k", [kept.place])
     a.net.connect("r", [released.place])
     a.net.find(contact.place)
     a.net.find(asked.place)
-    for other in (used, idle):
+    for other in (used, once):
         a.net.learn(other.identity.node, [other.place])
         a.net.send(other.identity.node, b"once")
     net.until(lambda: all(a.net.is_up(other.identity.node) for other in others))
     a.net.release("r")
     a.net.forget(asked.place)
+    monkeypatch.setattr(idle, 0.2)
 
     def peers() -> set[str]:
         a.net.send("u", b"again")
@@ -157,9 +159,10 @@ def test_only_connections_that_are_wanted_or_used_stay(net, monkeypatch):
 
     net.until(lambda: peers() == {"k", "c", "u"})
     assert not a.lost, "what was closed here is no loss"
-    for other in (released, idle, asked):
+    monkeypatch.setattr(idle, 1000.0)
+    for other in (released, once, asked):
         a.net.send(other.identity.node, b"later")
-    net.until(lambda: all((a.identity, b"later") in other.got for other in (released, idle, asked)))
+    net.until(lambda: all((a.identity, b"later") in other.got for other in (released, once, asked)))
 
 
 def test_a_name_that_does_not_resolve_is_said_once_and_asked_again(net, monkeypatch):

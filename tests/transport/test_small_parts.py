@@ -71,6 +71,19 @@ def test_a_plain_connect_tells_refused_from_accepted_and_silence(net, free_ports
     assert sorted(outcomes[2:]) == ["refused", "unreachable"]
 
 
+def test_a_first_packet_that_is_lost_is_not_waited_for(net):
+    """The kernel would send it again after 1 s; a peer that is only badly heard must not look like a host that is gone."""
+    outcomes = []
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        place = server.getsockname()
+        with socket.create_connection(place):  # the backlog is full: what comes next is dropped
+            probe_tcp(net.reactor, *place, outcomes.append, timeout_s=0.95)
+            net.serve(3)
+            server.accept()[0].close()
+            net.until(lambda: outcomes)
+    assert outcomes == ["accepted"]
+
+
 def test_own_addresses_are_those_that_others_can_use():
     for host in own_addresses():
         assert not host.startswith(("127.", "fe80:")) and host != "::1"

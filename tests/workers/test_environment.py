@@ -101,3 +101,12 @@ def test_devices_are_inherited_otherwise():
 def test_local_rank_in_arguments():
     assert environment.worker_argv(config(), 1) == [b"--r=1", b"x1y1", b"$local_rank"]
     assert environment.worker_argv(config(program=Program("script", "a", ("\udce4",))), 0) == [b"\xe4"]
+
+
+def test_large_worlds_meet_in_other_ways_than_small_ones():
+    for size in (2, 64):
+        assert not environment.FOR_MANY_RANKS.keys() & rank_env(config(), world_size=size).keys()
+    assert environment.FOR_MANY_RANKS.items() <= rank_env(config(), world_size=65).items()
+    assert environment.FOR_MANY_RANKS.items() <= rank_env(config(), world_size=3, many_ranks=2).items()
+    lazy = "TORCH_GLOO_LAZY_INIT"
+    assert rank_env(config(), {lazy.encode(): b"0"}, world_size=65)[lazy] == "0"

@@ -1,0 +1,214 @@
+"""Real gloo groups: what blocks in them is freed, exactly their connections are ended, nothing grows."""
+
+import textwrap
+from collections.abc import Callable
+
+import pytest
+from fake_agent import FakeAgent
+
+from hyperpodrun.agent.wire import link
+
+pytestmark = [pytest.mark.processes, pytest.mark.torch]
+
+HEAD = """
+import os, socket, sys, threading, time
+import torch, torch.distributed as dist
+from hyperpodrun.inprocess.wrap import *
+def say(*words): print(*words, flush=True)
+"""
+
+
+def script(body: str, head: str = "") -> str:
+    """A wrapped main in which g is the generation, r the rank, x a tensor; it starts with a group and an all-reduce."""
+    return (
+        HEAD
+        + textwrap.dedent(head)
+        + "\n@HPWrapper\ndef main(caller=None):\n    g, r, n = caller.generation, caller.rank, caller.world_size\n"
+        + "    x = torch.ones(1)\n"
+        + textwrap.indent(textwrap.dedent(body), "    ")
+        + '\nsay("value", main())\n'
+    )
+
+
+UP = """
+dist.init_process_group("gloo")
+dist.all_reduce(x)
+assert x.item() == n
+say("up", g)
+"""
+DOWN = """
+dist.barrier()
+dist.destroy_process_group()
+return g
+"""
+
+
+def faults(agent: FakeAgent) -> list[link.Fault]:
+    return [message for _, message in agent.history if isinstance(message, link.Fault)]
+
+
+def ended_well(agent: FakeAgent, generation: int) -> None:
+    for rank in range(agent.ranks):
+        assert agent.lines(rank)[-1] == f"value {generation}", agent.story()
+
+
+def test_faults_of_each_kind_in_one_job(agent_of: Callable[..., FakeAgent]) -> None:
+    agent = agent_of(3, store=True)
+    body = """
+    if g == 1 and r == 2: os._exit(7)
+    if g == 2 and r == 1: os.kill(os.getpid(), 9)
+    if g == 3: raise ValueError  # all at once
+    if g == 4 and r == 0: raise ValueError
+    if g < 5: dist.all_reduce(x)
+    """
+    agent.start(script("if g == 0 and r == 0: raise ValueError('before the group')\n" + UP + textwrap.dedent(body) + DOWN))
+    kept = agent.workers[0].pid
+    agent.play()
+    ended_well(agent, 5)
+    assert agent.workers[0].pid == kept
+    assert len(agent.all_pids) == 5  # three, and two in the place of dead ones
+
+
+HANGS = {
+    "recv": "dist.recv(x, 1, tag=99)",
+    "all_reduce": "dist.all_reduce(x)",
+    "barrier": "dist.barrier()",
+    "async wait": "dist.all_reduce(x, async_op=True).wait()",
+    "async outstanding": "work = dist.all_reduce(x, async_op=True)\n    time.sleep(1000)",
+    "another group": "dist.all_reduce(x, group=group)",
+    "object": "dist.broadcast_object_list([1], 1)",
+    "monitored": "dist.monitored_barrier()",
+    "the store": "dist.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), is_master=False).wait(['never'])",
+}
+
+
+@pytest.mark.parametrize("what", list(HANGS))
+def test_a_hang_in_a_collective_is_freed(agent_of: Callable[..., FakeAgent], what: str) -> None:
+    agent = agent_of(2, store=True)
+    group = 'group = dist.new_group([0, 1], backend="gloo")\n'
+    body = f"if g == 0 and r == 0:\n    say('hangs')\n    {HANGS[what]}\nif g == 0:\n    time.sleep(1000)\n"
+    agent.start(script(UP + group + body + DOWN))
+    agent.play(until_generation=0)
+    agent.await_line("hangs")
+    agent.interrupt()
+    agent.ending = 0
+    agent.play()
+    ended_well(agent, 1)
+    assert not faults(agent), agent.story()
+
+
+def test_a_group_that_is_never_made_is_left(agent_of: Callable[..., FakeAgent]) -> None:
+    agent = agent_of(2, store=True)
+    late = "if g == 0 and r == 1:\n    time.sleep(1000)\n"
+    agent.start(script(late + "say('makes', g)\n" + UP + DOWN))
+    agent.play(until_generation=0)
+    agent.await_line("makes")
+    agent.interrupt()
+    agent.ending = 0
+    agent.play()
+    ended_well(agent, 1)
+
+
+@pytest.mark.parametrize("told_by", ["its thread", "its contents"])
+def test_connections_of_the_user_survive(agent_of: Callable[..., FakeAgent], told_by: str) -> None:
+    agent = agent_of(2, store=True)
+    head = """
+    def pair():
+        server = socket.create_server(("127.0.0.1", 0))
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+        return ours, theirs, server
+    import selectors
+    before = pair()
+    pairs = [before]
+    loop = selectors.EpollSelector()
+    def works(ours, theirs, server):
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"
+        theirs.sendall(b"y")
+        assert ours.recv(1) == b"y"
+        again = socket.create_connection(server.getsockname())
+        again.close()
+        server.accept()[0].close()
+    """
+    body = """
+    if g < 3:
+        pairs.append(pair())
+        for one in pairs[-1]: loop.register(one, selectors.EVENT_READ)
+    for one in pairs: works(*one)
+    if g == 0:
+        say("hangs")
+        if r == 0: dist.recv(x, 1, tag=99)
+        else: time.sleep(1000)
+    if g in (1, 2) and r == g - 1: raise ValueError
+    if g < 3: dist.all_reduce(x)
+    """
+    if told_by == "its contents":  # as where threads have no names
+        head = "\n    from hyperpodrun.inprocess import sockets\n    sockets._LOOP_THREAD = 'unknown'" + head
+    agent.start(script("if g < 3: pairs.append(pair())\n" + UP + textwrap.dedent(body) + DOWN, head))
+    agent.play(until_generation=0)
+    agent.await_line("hangs", 0)
+    agent.await_line("hangs", 1)
+    agent.interrupt()
+    agent.ending = 0
+    agent.play()
+    ended_well(agent, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_nothing_grows(agent_of: Callable[..., FakeAgent]) -> None:
+    agent = agent_of(2, store=True)
+    body = """
+    loader = torch.utils.data.DataLoader([1, 2, 3, 4], num_workers=1 if g % 20 == 0 else 0)
+    next(iter(loader))
+    kept.append(None)
+    big = torch.ones(1 << 20)
+    pages = int(open("/proc/self/statm").read().split()[1])
+    say("counted", g, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages // 256, len(os.listdir("/dev/shm")))
+    if g < 200:
+        if r == g % 2: raise ValueError
+        dist.all_reduce(x)
+    """
+    agent.start(script(UP + textwrap.dedent(body) + DOWN, head="import torch.utils.data\nkept = []\n"))
+    agent.play(patience_s=250)
+    ended_well(agent, 200)
+    for rank in range(2):
+        counted = [list(map(int, line.split()[1:])) for line in agent.lines(rank) if line.startswith("counted")]
+        assert counted[-1][0] == 200 and len(counted) > 100  # a rank may be told of the other's fault before it counts
+        early, late = counted[30:50], counted[-20:]
+        for column, slack in ((1, 0), (2, 0), (3, 8)):
+            assert max(one[column] for one in late) <= max(one[column] for one in early) + slack, (column, early, late)
+
+
+def test_nccl_groups_are_aborted_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    c10d = pytest.importorskip("torch.distributed.distributed_c10d")
+    from hyperpodrun.inprocess import groups
+
+    together = threading.Barrier(3)  # broken unless all three are inside at once
+    aborted = []
+
+    class FakeNCCL:
+        def abort(self) -> None:
+            together.wait(20)
+            aborted.append(self)
+            raise RuntimeError("was aborted already")
+
+    class FakeGroup:
+        def __init__(self) -> None:
+            self.backend = FakeNCCL()
+
+        def _get_backend(self, device: object) -> FakeNCCL:
+            return self.backend
+
+    made = [FakeGroup() for _ in range(3)]
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", FakeNCCL, raising=False)
+    for group in made:
+        c10d._world.pg_map[group] = ("nccl", None)
+    c10d._world.group_count = 5
+    groups.forget(10.0)
+    assert len(aborted) == 3
+    assert not c10d._world.pg_map
+    assert c10d._world.group_count == 0
