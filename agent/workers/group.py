@@ -438,7 +438,8 @@ class WorkerGroup:
         if self.state in (State.RUNNING, State.STARTING) and after is not place:
             if after is Place.RETURNED and self._skew_deadline_s is None and self.state is State.RUNNING:
                 self._skew_deadline_s = now_s + self.skew_timeout_s
-            if after in (Place.LEAVING, Place.KILLED) or (after is Place.BARRIER and place is not Place.STARTING):
+            left = after in (Place.LEAVING, Place.KILLED) or (after is Place.BARRIER and place is not Place.STARTING)
+            if left and local_rank not in self.failures:
                 return [*effects, *self._failed(self._fault(local_rank, message, now_s), now_s)]
         elif self.state is State.RECALLING and local_rank not in self.failures and isinstance(message, link.Fault | link.Unfit):
             effects.append(FurtherFailure(self._fault(local_rank, message, now_s)))

@@ -150,6 +150,31 @@ def test_fault_while_others_are_made_waits_for_them() -> None:
     assert isinstance(back, g.Back)
 
 
+def test_rank_that_is_out_already_while_others_are_made_is_not_sent_in_again() -> None:
+    group = inside(2)
+    group.handle(g.Exited(1, KILLED), 2.0)
+    group.handle(g.Said(0, link.AtBarrier(0)), 2.1)
+    group.handle(g.SweptAlone((1,)), 2.1)
+    group.handle(g.Reenter(1), 2.2)
+    group.handle(g.Said(0, link.Fault(1, "E", "E: again")), 2.3)
+    assert group.handle(g.Said(0, link.AtBarrier(1)), 2.4) == [], "entered twice in a generation"
+
+
+def test_word_about_another_generation_changes_nothing() -> None:
+    group = inside(2)
+    group.handle(g.Said(0, FAULT), 2.0)
+    for generation in (-1, 1, 7):
+        group.handle(g.Said(0, link.AtBarrier(generation)), 2.1)
+        group.handle(g.Said(1, link.AtBarrier(generation)), 2.1)
+    assert group.state is g.State.RECALLING
+    group.handle(g.Said(0, link.AtBarrier(0)), 2.2)
+    group.handle(g.Said(1, link.AtBarrier(0)), 2.2)
+    group.handle(g.Reenter(1), 2.3)
+    for message in (FAULT, link.Unfit(0, "late"), link.Returned(0), link.AtBarrier(0)):
+        assert group.handle(g.Said(1, message), 2.4) == []
+    assert group.state is g.State.RUNNING
+
+
 def test_rank_that_dies_at_the_barrier_is_swept_before_the_next_world_begins() -> None:
     group = inside(2)
     group.handle(g.Said(0, FAULT), 2.0)
