@@ -115,6 +115,7 @@ class Agent:
             tell=self.tell_failure,
             ship=lambda text: self.mesh.ship(self.attempt.world.generation, text) if self.mesh and self.attempt.world else None,
             pass_on=self.pass_on,
+            is_missed=lambda: self.mesh is not None and self.mesh.misses_somebody(),
         )
         self.store: Store | None = None
         self.data_ports: data_ports.DataPorts | None = None
@@ -303,7 +304,7 @@ class Agent:
         """A rank failed, here first as far as is known: a word to the mesh."""
         free = self.port_taken(verdict.text) and self.port_retries < policy.MAX_PORT_RETRIES
         self.port_retries += free
-        symptoms = Symptoms(rank=verdict.local_rank, final=verdict.final)
+        symptoms = Symptoms(rank=verdict.local_rank, final=verdict.final, victim=verdict.victim)
         self.advance(cluster.RankFailed(verdict.code, verdict.headline, free, symptoms))
 
     def attempt_over(self, verdict: Verdict) -> None:

@@ -26,7 +26,8 @@ from hyperpodrun.agent.workers.output import Output
 class Verdict(msgspec.Struct, frozen=True):
     """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
 
-    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's.
+    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's. `victim`: its
+    words say that a peer was lost.
     """
 
     code: int
@@ -34,6 +35,7 @@ class Verdict(msgspec.Struct, frozen=True):
     final: bool = False
     headline: str = ""
     local_rank: int = -1
+    victim: bool = False
 
 
 class FailureDesk:
@@ -155,6 +157,7 @@ class FailureDesk:
             "\n".join(failed.tail.stderr),
             headline=report.headline(failed, self._about("")),
             local_rank=failed.end.local_rank,
+            victim=failed.evidence.victim,
         )
 
     def tell_unkillable(self, left: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hyperpodrun.agent.failure import Verdict
-from hyperpodrun.agent.first_failure import READ_S, VICTIM_WAIT_S, FirstFailure
+from hyperpodrun.agent.first_failure import DOUBT_S, LOOK_AGAIN_S, READ_S, VICTIM_WAIT_S, FirstFailure
 from hyperpodrun.agent.workers.group import End
 
 FAILED = End(local_rank=1, pid=7, status=256, at_s=0.0)
@@ -31,9 +31,11 @@ class Scene:
         self.clock = clock
         self.desk = Desk()
         self.events: list[object] = []
+        self.is_missed = False
         self.first = FirstFailure(
-            clock, self.desk, self.events.append, self.events.append, lambda verdict: self.events.append(("over", verdict))
-        )  # type: ignore[arg-type]
+            clock, self.desk, self.events.append, self.events.append, lambda verdict: self.events.append(("over", verdict)),
+            lambda: self.is_missed,
+        )  # type: ignore[arg-type]  # fmt: skip
 
 
 @pytest.fixture
@@ -99,6 +101,33 @@ def test_victim_is_told_when_nobody_else_speaks(scene: Scene) -> None:
     scene.first.over(OVER)
     scene.clock.pass_time(VICTIM_WAIT_S)
     assert scene.events == [WORDS, "the whole report", ("over", OVER)]
+
+
+def test_victim_waits_for_the_decision_about_a_node_that_is_missed(scene: Scene) -> None:
+    scene.desk.victim = scene.is_missed = True
+    scene.first.failed(FAILED)
+    scene.first.over(OVER)
+    scene.clock.pass_time(DOUBT_S / 2)
+    assert scene.events == []
+    scene.first.settle()
+    scene.clock.pass_time(60)
+    assert scene.events == [("over", OVER)], "the loss of a node is no failure of the workers that noticed it"
+
+
+def test_victim_is_told_once_the_node_is_there_or_has_been_missed_for_long(scene: Scene) -> None:
+    scene.desk.victim = scene.is_missed = True
+    scene.first.failed(FAILED)
+    scene.clock.pass_time(READ_S)
+    scene.clock.pass_time(VICTIM_WAIT_S)
+    assert scene.events == []
+    scene.is_missed = False
+    scene.clock.pass_time(LOOK_AGAIN_S)
+    assert scene.events == [WORDS]
+    scene.first.begin()
+    scene.is_missed = True
+    scene.first.failed(FAILED)
+    scene.clock.pass_time(READ_S + DOUBT_S)
+    assert scene.events == [WORDS, WORDS]
 
 
 def test_settled_elsewhere_before_the_words_are_read(scene: Scene) -> None:
