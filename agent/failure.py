@@ -26,8 +26,8 @@ from hyperpodrun.agent.workers.output import Output
 class Verdict(msgspec.Struct, frozen=True):
     """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
 
-    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's. `victim`: its
-    words say that a peer was lost.
+    `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's.
+    `victim`: its words say that a peer was lost.
     """
 
     code: int

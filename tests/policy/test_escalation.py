@@ -108,7 +108,9 @@ def test_workers_that_fail_because_a_node_is_gone_spend_nothing(broken: Incident
     assert (both.rung, both.counted, both.history) == (alone.rung, False, alone.history)
     torchrun_like = once(failed(victim), broken, rules=Rules(max_restarts=0), generation=0)
     assert (torchrun_like.rung != "end", torchrun_like.counted) == (True, False)
-    assert once(failed(replace(victim, in_place=False)), broken, rules=rules, generation=0).fresh[0] == "a", "it needs a new process all the same"
+    assert once(failed(replace(victim, in_place=False)), broken, rules=rules, generation=0).fresh[0] == "a", (
+        "it needs a new process all the same"
+    )
     # Its words alone acquit nobody, and whoever blames no peer is no victim.
     assert once(failed(victim), rules=rules, generation=0).rung == "end"
     assert once(failed(), broken, rules=rules, generation=0).rung == "end"
