@@ -34,6 +34,8 @@ class Session:
         self.generation = -1
         self.stage: link.Stage = "waiting"
         self.reason = ""
+        self.told_at_s: float | None = None
+        """When the order to leave the present generation arrived, if it has (time.time)."""
         self._pid = os.getpid()
         self._line: Line | None = None
         self._changed = threading.Condition()
@@ -61,6 +63,7 @@ class Session:
             if not self._changed.wait_for(lambda: self.welcome is not None or self._lost, WELCOME_S) or self._lost:
                 raise InternalError("the agent of this node did not answer this process; is it one of its workers?")
         self._line.beat_with(self._beat)
+        counters.on_first_step = self._tell_first_step
         if self.welcome is not None and self.welcome.hang_timeout_s is not None:
             threading.Thread(target=self._count, name="hyperpodrun-count", daemon=True).start()
         return True
@@ -108,6 +111,7 @@ class Session:
                 self._changed.wait()
             self.generation = self._entry.generation
             self.reason = self._entry.reason
+            self.told_at_s = None
             return self._entry
 
     def set_stage(self, stage: link.Stage, tell: bool = True) -> None:
@@ -186,6 +190,7 @@ class Session:
             elif isinstance(message, link.Interrupt) and message.generation > max(self._interrupted, self._left):
                 self._interrupted = message.generation
                 self.reason = message.reason
+                self.told_at_s = time.time()
                 if message.generation >= self.generation and self.stage == "function":
                     self._start_stopper(message.reason)
             self._changed.notify_all()
@@ -214,6 +219,11 @@ class Session:
         watched = self.welcome is not None and self.welcome.hang_timeout_s is not None and stage == "function"
         self._watch_heart(stage, now.pinged_at_s)
         return link.Beat(self.generation, stage, now.steps, now.calls, now.still_s if watched else None)
+
+    def _tell_first_step(self) -> None:
+        """At once: whether a generation got anywhere decides what follows its end, and that may come before the next beat."""
+        if (beat := self._beat()) is not None:
+            self.send(beat)
 
     def _watch_heart(self, stage: str, pinged_at_s: float | None) -> None:
         limit_s = self.heartbeat_timeout_s
