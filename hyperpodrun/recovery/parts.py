@@ -90,7 +90,7 @@ class OptimizerPart:
         """See Part."""
         state = {
             place: {key: _gathered(value) for key, value in self._optimizer.state[parameter].items()}
-            for place, parameter in enumerate(self._parameters())
+            for place, parameter in enumerate(self.parameters())
             if parameter in self._optimizer.state
         }
         groups = [
@@ -102,13 +102,13 @@ class OptimizerPart:
     def places(self, leaves: Sequence[codec.Leaf]) -> list[torch.Tensor]:
         """See Part."""
         here = dict(self.leaves()[0])
-        parameters = self._parameters()
+        parameters = self.parameters()
         return [_place(leaf, here.get(leaf.path), _device_of(leaf, parameters)) for leaf in leaves]
 
     def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """See Part."""
         there = codec.decode(skeleton, tensors)
-        groups, parameters = self._optimizer.param_groups, self._parameters()
+        groups, parameters = self._optimizer.param_groups, self.parameters()
         if [group["params"] for group in there["groups"]] != [len(group["params"]) for group in groups]:
             raise RecoveryError(f"{self.name}: its groups do not hold as many parameters as before the restart")
         for group, values in zip(groups, there["groups"], strict=True):
@@ -120,7 +120,8 @@ class OptimizerPart:
             parameter = parameters[place]
             self._optimizer.state[parameter] = {key: _spread(value, parameter) for key, value in values.items()}
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> list[torch.Tensor]:
+        """All that it optimizes, in its order."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
@@ -142,6 +143,17 @@ class PlainPart:
     def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """See Part. What the object's own load_state_dict raises is raised."""
         self._thing.load_state_dict(codec.decode(skeleton, [tensor.clone() for tensor in tensors]))
+
+
+def expected_bytes(parts: Sequence[Part]) -> int:
+    """What their tensors will take once the optimizers have made their state: two values a parameter is assumed before that."""
+    size = 0
+    for part in parts:
+        tensors = [tensor for _, tensor in part.leaves()[0]]
+        if isinstance(part, OptimizerPart) and not tensors:
+            tensors = [local(parameter) for parameter in part.parameters()] * 2
+        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return size
 
 
 def part_of(name: str, thing: Any) -> Part:
