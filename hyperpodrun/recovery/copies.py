@@ -11,11 +11,10 @@ Invariants: a copy is a version only when all of it has arrived and every checks
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from hyperpodrun.recovery import shm
-from hyperpodrun.recovery.placement import Place
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Shard
 from hyperpodrun.recovery.transfer import Peer, Server, TransferError
@@ -39,18 +38,18 @@ class Copies:
         self._slots_of = slots_of
         self._say = say
         self._server = Server(token, lambda name, step, kind: find(name, step, WAIT_S) if kind == VERSION else None)
-        self._wards: list[tuple[str, tuple[str, int]]] = []
+        self._wards: Sequence[tuple[str, tuple[str, int]]] = []
         self._history: History = ()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self.port = self._server.port
         self.cost_s = 0.0
 
-    def begin(self, rank: int, places: Sequence[Place], addresses: Mapping[int, tuple[str, int]], history: History) -> None:
-        """Who keeps what is known. A rank that nobody fetches from stops listening."""
-        self._wards = [(place.shard, addresses[place.owner]) for place in places if place.buddy == rank]
+    def begin(self, wards: Sequence[tuple[str, tuple[str, int]]], sends: bool, history: History) -> None:
+        """What this rank keeps copies of, and where it comes from. `sends`: others fetch from here; else nobody listens any more."""
+        self._wards = wards
         self._history = history
-        if not any(place.owner == rank for place in places):
+        if not sends:
             self._server.close()
 
     @property

@@ -89,7 +89,7 @@ class OptimizerPart:
     def leaves(self) -> Leaves:
         """See Part."""
         state = {
-            place: {key: _gathered(value) for key, value in self._optimizer.state[parameter].items()}
+            place: {key: _gathered(value, parameter) for key, value in self._optimizer.state[parameter].items()}
             for place, parameter in enumerate(self.parameters())
             if parameter in self._optimizer.state
         }
@@ -193,15 +193,32 @@ def _over(here: Any, there: Any) -> Any:
     return there
 
 
-def _gathered(value: Any) -> Any:
-    return (_SPREAD, local(value)) if hasattr(value, "to_local") else value
+def _gathered(value: Any, like: torch.Tensor) -> Any:
+    """A DTensor of an optimizer as plain values: this rank's piece, the whole's shape, and how it is spread if not as its parameter."""
+    if not hasattr(value, "to_local"):
+        return value
+    same = (getattr(like, "placements", None), getattr(like, "device_mesh", None)) == (value.placements, value.device_mesh)
+    spread = None if same else [_dim_of(kind) for kind in value.placements]
+    return _SPREAD, local(value), tuple(value.shape), tuple(value.stride()), spread
+
+
+def _dim_of(kind: Any) -> int | None:
+    """The dimension of the tensor that is sharded; None: replicated."""
+    if kind.is_replicate():
+        return None
+    if type(kind).__name__ == "Shard":
+        return int(kind.dim)
+    raise codec.CodecError(f"an optimizer's state is spread as {kind}, unlike its parameter: that cannot be carried")
 
 
 def _spread(value: Any, like: torch.Tensor) -> Any:
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == _SPREAD:
-        from torch.distributed.tensor import DTensor
+    if isinstance(value, tuple) and len(value) == 5 and value[0] == _SPREAD:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        return DTensor.from_local(value[1], like.device_mesh, like.placements, run_check=False)  # type: ignore[attr-defined]  # a DTensor
+        _, piece, shape, stride, spread = value
+        placements = like.placements if spread is None else [Replicate() if dim is None else Shard(dim) for dim in spread]  # type: ignore[attr-defined]  # a DTensor
+        mesh: Any = like.device_mesh  # type: ignore[attr-defined]  # a DTensor
+        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return value
 
 

@@ -86,7 +86,8 @@ class Restoring:
         self._held = held
         self._offer = plan.Offer(where.rank, where.node, tuple(needs), tuple(held.holdings()), world=world, history=history)
         self._token = b""
-        self._touched = False
+        self._kinds: list[str] = []
+        self._touched = self._spoilt = False
         self.cards: dict[int, Card] = {}
         self.blobs: dict[str, bytes] = {}
 
@@ -102,7 +103,7 @@ class Restoring:
 
     def restore(self, room: Callable[[str], Room] | None) -> Restored | Nothing:
         """Do it. `room`: for the card, given this host's address. Raises plan.Contradiction, RecoveryError."""
-        where, meeting = self._where, self._meeting
+        meeting = self._meeting
         self._token = meeting.from_first("token", os.urandom(TOKEN_BYTES))
         server = Server(self._token, self._find)
         with closing(server):
@@ -113,8 +114,8 @@ class Restoring:
                 self._take_over(plan.needs(self._offer, made.world), made)
             meeting.barrier()
         if isinstance(made, plan.Plan):
-            return Restored(made.step, _source(made.of(where.rank)), made.why, made.history, made.world)
-        if self._touched:
+            return Restored(made.step, self._source(), made.why, made.history, made.world)
+        if self._spoilt:
             raise RecoveryError(
                 f"what was to be restored is damaged, and the new objects with it; they have to be made again: {made.why}"
             )
@@ -134,8 +135,10 @@ class Restoring:
             failed: set[Bad] = set()
             for wave in range(made.waves):
                 mine = self._fetched([fetch for fetch in made.of(self._where.rank) if fetch.wave == wave], made.step, bad)
-                said = self._meeting.share(f"done/{attempt}/{wave}", msgspec.msgpack.encode(mine))
-                failed = {one for text in said for one in msgspec.msgpack.decode(text, type=list[Bad])}
+                said = self._meeting.share(f"done/{attempt}/{wave}", msgspec.msgpack.encode((self._touched, mine)))
+                told = [msgspec.msgpack.decode(text, type=tuple[bool, list[Bad]]) for text in said]
+                failed = {one for _, some in told for one in some}
+                self._spoilt |= any(touched for touched, _ in told)
                 if failed:
                     break
             if not failed:
@@ -155,7 +158,7 @@ class Restoring:
             if layout is None:
                 return tried
             if name == self._key:
-                self._touched = True
+                self._touched, self._kinds = True, []
                 here, tensors = shard.place(layout, self._parts)
             else:
                 tensors = [torch.empty(layout.nbytes, dtype=torch.uint8)]
@@ -203,6 +206,8 @@ class Restoring:
         else:
             with closing(self._peer(fetch.source)) as peer:
                 _into(peer, fetch, step, here)
+        if fetch.shard == self._key:
+            self._kinds.append(fetch.kind)
         return True
 
     def _own(self, fetch: plan.Fetch, step: int) -> Shard:
@@ -227,6 +232,11 @@ class Restoring:
             held = self._held.whole(name, made.step, "live")
             assert held is not None, "the plan says that it is here"
             self.blobs[name] = b"".join(bytes(shard.view(tensor)) for tensor in held.tensors)
+
+    def _source(self) -> str:
+        """Where most of the shard came from."""
+        kind = max(self._kinds, key=self._kinds.count, default="own")
+        return "peer" if kind == "live" else kind
 
     def first_on_node(self) -> bool:
         """Is this the lowest rank of its node that has its shard?"""
@@ -253,10 +263,3 @@ def _take_live(earlier: Memory, parts: Sequence[Part]) -> None:
     for old, new in zip(earlier.parts, parts, strict=True):
         found, skeleton = old.leaves()
         new.install([tensor for _, tensor in found], skeleton)
-
-
-def _source(fetches: Sequence[plan.Fetch]) -> str:
-    if not fetches:
-        return "own"
-    largest = max(fetches, key=lambda fetch: fetch.stop - fetch.start)
-    return "peer" if largest.kind == "live" else largest.kind

@@ -59,15 +59,19 @@ class Versions:
     def begin(
         self, step: int, names: Sequence[str], offers: Mapping[int, plan.Offer], rooms: Mapping[int, Room], first: bool
     ) -> None:
-        """The state after `step` is in place. `first`: this is the first rank of its node that has its shard; `names` is written."""
+        """The state after `step` is in place. `first`: this is the first rank of its node that has its shard; `names` is written.
+
+        What is copied of a rank is all that it needs (`offers`): its shard, and what is common to those who have it.
+        """
         rank, history = self._where.rank, self._mine.history
         cramped = _cramped(offers, rooms)
         places = placement.place(list(offers.values()), self._number, cramped)
         self._roomy = self._where.node not in cramped
-        sent = [place.shard for place in places if place.owner == rank]
+        sent = offers[rank].needs if any(place.owner == rank for place in places) else ()
         self._node.begin(step, history, names, sent, self._roomy)
         addresses = {other: (room.host, room.port) for other, room in rooms.items()}
-        self._copies.begin(rank, places, addresses, history)
+        wards = [(name, addresses[p.owner]) for p in places if p.buddy == rank for name in offers[p.owner].needs]
+        self._copies.begin(wards, bool(sent), history)
         self.pace.begin(step)
         self._tell(offers, rooms, places, first)
 
