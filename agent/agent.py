@@ -12,11 +12,10 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hyperpodrun.agent import data_ports, family
+from hyperpodrun.agent import family, node_state
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
-from hyperpodrun.agent.doors.link import Connection, LinkDoor
 from hyperpodrun.agent.failure import FailureDesk, Verdict
 from hyperpodrun.agent.first_failure import FirstFailure
 from hyperpodrun.agent.keeper import FORWARDED, STOP_SIGNALS, KeeperLink
@@ -26,19 +25,17 @@ from hyperpodrun.agent.policy.budget import Total, Window
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
-from hyperpodrun.agent.store import Store
+from hyperpodrun.agent.train_scripts import TrainScripts
 from hyperpodrun.agent.wire import exit_codes, names
-from hyperpodrun.agent.wire.facts import Place
-from hyperpodrun.agent.wire.link import FromWorker, Hello, Welcome
 from hyperpodrun.agent.wire.rungs import Symptoms
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 from hyperpodrun.agent.workers.group import End
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import places
-from hyperpodrun.agent.workers.script import Script
 from hyperpodrun.agent.workers.start import WorkerStarter
 from hyperpodrun.agent.workers.sweep import Sweeper
+from hyperpodrun.agent.world_store import WorldStore
 
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh_driver import MeshDriver
@@ -46,10 +43,8 @@ if TYPE_CHECKING:
 STATUS_EVERY_S = 5.0
 """In a mesh the state files are at most this old."""
 TELL_GRACE_S = 1.0
-PORT_OF_THE_STORE = (
-    "a rank wanted to listen on MASTER_PORT, where the launcher's own store listens: connect there, take another port, "
-    "or set HPCT_USE_ROOTLESS=0, which leaves that port to rank 0"
-)
+OLD_STATE_S = 5.0
+"""What long dead jobs left is looked for when the first workers are well on their way."""
 FORWARDED_TO_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -76,7 +71,15 @@ class Agent:
             self.reactor, config, self.base_env, self.children.watch, self.output.open_helper, self.output.say
         )
         self.sweeper = Sweeper(self.reactor, link.family, self.starter.helper_pids, self.children.reap, self.cgroup)
-        self.script = Script(self.reactor, self.children.watch, config.python)
+        self.scripts = TrainScripts(
+            self.reactor,
+            config,
+            self.base_env,
+            self.output,
+            self.sweeper,
+            self.children.watch,
+            lambda code: self.advance(policy.ScriptEnded(code)),
+        )
         self.status_files = StatusFiles(link.run_dir.path, os.environ.get(names.STATUS_FILE), self.output.say)
         self.restarts = Total(config.max_restarts, int(link.memo.get("restarts_used", "0")))
         self.job: policy.Job | cluster.ClusterJob = policy.Job(
@@ -85,6 +88,7 @@ class Agent:
             pre_script=config.pre_train_script is not None,
             post_script=config.post_train_script is not None,
             restart_count=int(link.memo.get("restart_count", "0")),
+            rules=config.rules(),
         )
         self.mesh: MeshDriver | None = None
         if config.mesh is not None:
@@ -107,20 +111,19 @@ class Agent:
             on_over=self.attempt_over,
             on_change=self.write_status,
             on_first_failure=self.rank_failed,
+            on_further_failure=lambda end: self.first_failure.further(end),
             on_drained=lambda local_rank: self.first_failure.drained(local_rank),
+            on_back=self.attempt_back,
+            on_returned=self.all_returned,
+            on_all_in=self.all_in,
         )
         self.first_failure = FirstFailure(
             self.reactor,
             self.desk,
             tell=self.tell_failure,
             ship=lambda text: self.mesh.ship(self.attempt.world.generation, text) if self.mesh and self.attempt.world else None,
-            pass_on=self.pass_on,
-            is_missed=lambda: self.mesh is not None and self.mesh.misses_somebody(),
         )
-        self.store: Store | None = None
-        self.data_ports: data_ports.DataPorts | None = None
-        self.door: LinkDoor | None = None
-        self.ports: set[int] = set()
+        self.store: WorldStore | None = None
         self.port_retries = 0
         self.started_at = float(link.memo.get("started_at", f"{time.time()}"))
 
@@ -131,17 +134,15 @@ class Agent:
         family.become_subreaper()
         self.take_signals()
         config = self.config
-        over = self.link.memo.get(
-            "over"
-        )  # the agent before this one had heard the end of the job: nobody else may be left to ask
+        # The agent before this one may have heard the end of the job: nobody else may be left to ask.
+        over = self.link.memo.get("over")
         try:
             self.output.prepare()
             self.attempt.places = places(config, self.base_env)
-            if config.rootless:
-                self.plan_data_ports()
-                send = self.send_to_node if config.mesh else None
-                facts_path = os.path.join(self.link.run_dir.path, "facts")
-                self.store = Store(self.reactor, self.output.say, send, config.master_port, facts_path)
+            facts_path = os.path.join(self.link.run_dir.path, "facts")
+            self.store = WorldStore(
+                self.reactor, config, self.output.say, self.send_to_node, facts_path, warn=not self.link.deaths
+            )
             if config.mesh is not None and over is None:
                 self.join_mesh()
         except (OSError, ValueError) as error:
@@ -152,47 +153,21 @@ class Agent:
         if over is None:
             self.starter.prepare()
             self.open_link()
+            self.reactor.call_later(OLD_STATE_S, lambda: node_state.remove_old(config.job_id, self.node, self.output.say))
             self.advance(policy.Begin(reborn=self.link.deaths > 0))
         else:
             self.advance(cluster.JobOver(int(over)))
         self.reactor.run()
         return self.code
 
-    def plan_data_ports(self) -> None:
-        """Where ranks listen for data. Without such ports only what needs them does not work."""
-        config = self.config
-        try:
-            self.data_ports = data_ports.plan(config.nproc_per_node, config.data_port)
-        except OSError as error:
-            self.output.say(str(error))
-            return
-        if config.mesh is not None and not self.link.deaths:
-            planned = [*self.data_ports.ports, *((config.mesh.port,) if config.mesh.port else ())]
-            warning = data_ports.exposed(planned, rendezvous.ephemeral_range(), data_ports.reserved_ports())
-            if warning:
-                self.output.say(warning)
-
     def open_link(self) -> None:
         """Listen for workers, where they can speak; without it they can only be restarted as processes."""
-        if self.config.program.run_as == "program":
+        if self.config.program.run_as == "program" and not self.config.inprocess_restart:
             return
         try:
-            self.door = LinkDoor(
-                self.reactor,
-                self.link.run_dir.path,
-                self.output.say,
-                self.link_heard,
-                lambda _connection: None,
-                lambda: self.attempt.pids,
-            )
-            self.attempt.link = self.door.address
+            self.attempt.links.open(self.link.run_dir.path, self.output.say)
         except OSError as error:
-            self.output.say(f"{reason_of(error)}; workers cannot speak to the launcher")
-
-    def link_heard(self, connection: Connection, message: FromWorker) -> None:
-        """A worker said something."""
-        if isinstance(message, Hello):
-            connection.send(Welcome(inplace=False, abort_timeout_s=60.0))
+            self.output.say(f"{reason_of(error)}; workers cannot speak to the launcher, and are not restarted in place")
 
     def take_signals(self) -> None:
         """From here on signals are events; those that came before were held back and arrive now."""
@@ -219,22 +194,25 @@ class Agent:
         """Give the job core an event and carry out what it says."""
         for effect in self.job.handle(event, self.reactor.now_s()):  # type: ignore[arg-type]  # each core ignores the other's events
             match effect:
-                case cluster.RunAttempt(world):
-                    self.run_world(world)
+                case cluster.RunAttempt(world, in_place):
+                    self.run_world(world, in_place)
+                case cluster.Recall():
+                    self.attempt.leave(self.mesh.view.reason if self.mesh and self.mesh.view else "")
                 case cluster.TellFailed() | cluster.TellFinished() | cluster.TellGone() | cluster.TellLeaving():
-                    self.tell_mesh(effect)
+                    if self.mesh is not None:
+                        self.mesh.tell(effect)
                 case policy.RunScript(which):
                     self.run_script(which)
                 case policy.EndScript(kill):
-                    self.script.stop(kill, self.config.shutdown_timeout_s)
-                case policy.RunAttempt(restart_count):
-                    self.run_attempt(restart_count)
+                    self.scripts.stop(kill)
+                case policy.RunAttempt(restart_count, in_place):
+                    self.run_attempt(restart_count, in_place)
                 case policy.StopAttempt(kill):
                     if not kill:
                         self.reactor.call_later(TELL_GRACE_S, partial(self.tell_grace, self.attempt.world))
                     self.attempt.stop(kill)
                 case policy.Restarting() | policy.GivingUp():
-                    self.desk.tell_next(effect)
+                    self.desk.tell_next(effect, self.attempt.kept)
                 case policy.End(code):
                     self.end(code)
         self.write_status()
@@ -247,16 +225,15 @@ class Agent:
                 "a second Ctrl-C (SIGINT) ends them now"
             )
 
-    def run_attempt(self, restart_count: int) -> None:
-        """Start all ranks; this node is the world."""
+    def run_attempt(self, restart_count: int, in_place: bool) -> None:
+        """Start all ranks, or those that are missing; this node is the world."""
         config = self.config
         try:
-            port = config.master_port or (0 if self.store else rendezvous.choose_port(frozenset(self.ports)))
+            port = self.store.choose_port() if self.store is not None else 0
         except OSError as error:
             self.output.say(str(error))
             self.advance(policy.AttemptOver(exit_codes.CONFIG, final=True))
             return
-        self.ports.add(port)
         self.run_world(
             World(
                 generation=restart_count,
@@ -267,11 +244,12 @@ class Agent:
                 group_world_size=1,
                 master_addr=config.master_addr or config.local_addr or rendezvous.loopback(),
                 master_port=port,
-            )
+            ),
+            in_place,
         )
 
-    def run_world(self, world: World) -> None:
-        """Start this node's ranks of that world."""
+    def run_world(self, world: World, in_place: bool) -> None:
+        """Start this node's ranks of that world; `in_place`: those that wait at the restart barrier go on in it."""
         self.restart_count = world.restart_count
         self.link.remember(
             job_id=self.config.job_id,
@@ -282,12 +260,13 @@ class Agent:
         self.children.forget()
         self.first_failure.begin()
         if self.store is not None:
-            slot = self.mesh.slot if self.mesh else ""
             host = self.mesh.host if self.mesh else rendezvous.loopback()
-            first = self.data_ports.first if self.data_ports else 0
-            place = Place(slot, host, first, self.config.nproc_per_node)
-            self.store.open(world.generation, slot, world.nodes or (slot,), place)
-        self.attempt.run(world, self.store.address if self.store else None)
+            self.store.open(world, self.mesh.slot if self.mesh else "", host)
+        address = self.store.address if self.store is not None else None
+        if in_place:
+            self.attempt.go_on(world, address)
+        else:
+            self.attempt.run(world, address)
 
     def rank_failed(self, end: End) -> None:
         """A rank failed, the first one here. Whoever waits for one of its keys, deaf to signals, is freed."""
@@ -302,31 +281,48 @@ class Agent:
 
     def tell_failure(self, verdict: Verdict) -> None:
         """A rank failed, here first as far as is known: a word to the mesh."""
-        free = self.port_taken(verdict.text) and self.port_retries < policy.MAX_PORT_RETRIES
+        free = (
+            self.store is not None
+            and self.store.was_taken(verdict.text, self.attempt.world)
+            and self.port_retries < policy.MAX_PORT_RETRIES
+        )
         self.port_retries += free
-        symptoms = Symptoms(rank=verdict.local_rank, final=verdict.final, victim=verdict.victim)
-        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free, symptoms))
+        self.advance(cluster.RankFailed(verdict.code, verdict.headline, free, self.symptoms(verdict)))
+
+    def symptoms(self, verdict: Verdict) -> Symptoms:
+        """What is known of a failure, beside its code and words."""
+        return Symptoms(verdict.local_rank, verdict.final, verdict.rung, self.attempt.recalled, self.attempt.progressed)
 
     def attempt_over(self, verdict: Verdict) -> None:
         """Nothing of the attempt is left."""
-        self.end_store("its ranks have ended")
-        if self.store is not None and rendezvous.names_taken_port(verdict.text, self.store.address[1]):
-            self.output.say(PORT_OF_THE_STORE)
-        if self.mesh is not None:
-            self.desk.tell_here()
-            self.first_failure.over(verdict)
-        else:
-            self.pass_on(verdict)
+        if verdict.code or self.mesh is None:  # where all went well, other nodes may still need the keys that are here
+            self.end_store("its ranks have ended")
+        if self.store is not None:
+            self.store.explain(verdict.text)
+        port_taken = self.store is not None and self.store.was_taken(verdict.text, self.attempt.world)
+        self.pass_on(verdict, policy.AttemptOver(verdict.code, port_taken, verdict.final, self.symptoms(verdict)))
 
-    def pass_on(self, verdict: Verdict) -> None:
+    def attempt_back(self, verdict: Verdict) -> None:
+        """Workers wait at the restart barrier; nothing of their generation is left."""
+        self.pass_on(verdict, policy.AttemptBack(verdict.code, self.symptoms(verdict)))
+
+    def pass_on(self, verdict: Verdict, event: policy.AttemptOver | policy.AttemptBack) -> None:
         """The job core says what follows."""
-        self.advance(policy.AttemptOver(verdict.code, port_taken=self.port_taken(verdict.text), final=verdict.final))
+        if self.mesh is not None:
+            self.desk.tell_here(self.attempt.kept)
+            self.first_failure.over(verdict, lambda: self.advance(event))
+        else:
+            self.advance(event)
 
-    def port_taken(self, text: str) -> bool:
-        """Do a rank's last words say that another program took the port that was chosen for its store?"""
-        world = self.attempt.world
-        chosen = world is not None and self.store is None and self.config.master_port is None
-        return chosen and world is not None and rendezvous.names_taken_port(text, world.master_port)
+    def all_returned(self) -> None:
+        """The wrapped function has returned on all ranks here: they wait for the ranks elsewhere."""
+        if self.store is not None and self.attempt.world is not None:
+            self.store.when_all_returned(self.attempt.world, self.attempt.release)
+
+    def all_in(self) -> None:
+        """All ranks here are inside the wrapped function: from now on who makes no progress hangs, once that holds elsewhere too."""
+        if self.store is not None and self.attempt.world is not None:
+            self.store.when_all_in(self.attempt.world, self.attempt.assembled)
 
     # --- the mesh
 
@@ -350,23 +346,6 @@ class Agent:
         self.mesh.start()
         self.reactor.call_later(STATUS_EVERY_S, self.renew_status)
 
-    def tell_mesh(self, effect: cluster.TellFailed | cluster.TellFinished | cluster.TellGone | cluster.TellLeaving) -> None:
-        """What happened here, in the mesh's words."""
-        from hyperpodrun.agent.mesh import effects as fx
-
-        assert self.mesh is not None
-        match effect:
-            case cluster.TellFailed(_, _, detail, free) if free:
-                self.mesh.notify(fx.RestartAsked(f"another program took the port of the store ({detail})"))
-            case cluster.TellFailed(generation, code, detail, _, symptoms):
-                self.mesh.notify(fx.WorkersFailed(generation, code, detail, symptoms))
-            case cluster.TellFinished(generation):
-                self.mesh.notify(fx.WorkersFinished(generation))
-            case cluster.TellGone(generation, parked):
-                self.mesh.notify(fx.WorkersGone(generation, parked))
-            case cluster.TellLeaving():
-                self.mesh.notify(fx.LeaveAsked())
-
     def send_to_node(self, node: str, payload: bytes) -> None:
         """The store has something for another node's agent."""
         if self.mesh is not None:
@@ -375,7 +354,7 @@ class Agent:
     def store_heard(self, node: str, payload: bytes) -> None:
         """Another node's store has something for this one."""
         if self.store is not None:
-            self.store.received(node, payload)
+            self.store.heard(node, payload)
 
     def placed(self, port: int, vote_path: str) -> None:
         """The port is this launcher's from now on, also if this agent should die, and the vote file is to be gone in the end."""
@@ -409,39 +388,11 @@ class Agent:
 
     def run_script(self, which: str) -> None:
         """The pre- or post-train script."""
-        config = self.config
-        path, args = (
-            (config.pre_train_script, config.pre_train_args)
-            if which == "pre"
-            else (config.post_train_script, config.post_train_args)
-        )
-        assert path is not None
         if isinstance(self.job, policy.Job):
             restart_count = self.job.restart_count  # of the attempt to come; self.restart_count is the last one's
         else:
             restart_count = self.job.world.restart_count if self.job.world is not None else self.restart_count
-        name = f"{which}-train"
-        env = self.base_env | {
-            names.JOB_ID.encode(): os.fsencode(config.job_id),
-            names.RESTART_COUNT.encode(): b"%d" % restart_count,
-            names.JOB_RESTART_COUNT.encode(): b"%d" % restart_count,
-        }
-        streams = self.output.open_helper(name)
-
-        def ended(status: int) -> None:
-            self.output.helper_ended(name)
-            code = exit_codes.from_wait_status(status)
-            self.sweeper.sweep(lambda _left: self.advance(policy.ScriptEnded(code)))
-
-        try:
-            self.script.start(path, args, env, streams, ended)
-        except OSError as error:
-            self.output.say(f"the {name} script cannot be run: {reason_of(error)}")
-            self.output.helper_ended(name)
-            self.reactor.call_later(0, lambda: self.advance(policy.ScriptEnded(126)))
-        finally:
-            for fd in streams:
-                os.close(fd)
+        self.scripts.run(which, restart_count)
 
     def end(self, code: int) -> None:
         """Close everything in order; the loop stops when the consoles have taken the last line."""
@@ -449,15 +400,15 @@ class Agent:
         self.link.remember(ended=code)
         self.desk.flush(code)
         self.starter.close()
+        self.attempt.links.close()
         if self.store is not None:
             self.store.close()
-        if self.door is not None:
-            self.door.close()
         self.sweeper.sweep(self.ended, gentle=False, marked=True)
 
     def ended(self, left: tuple[str, ...]) -> None:
         """Nothing runs any more."""
         self.desk.tell_unkillable(left)
+        node_state.end(self.config.job_id, self.node, self.code == 0, self.config.job_id_by_chance, self.output.say)
         self.cgroup.remove()
         if self.mesh is not None:
             self.mesh.close(lambda: self.output.finish(self.reactor.stop))

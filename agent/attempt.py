@@ -1,33 +1,42 @@
-"""One attempt on this node: the worker group core joined to processes, pipes and the clock.
+"""One attempt on this node: the worker group core joined to processes, pipes, links and the clock.
 
-Events from the starter, the reaper and the clock go into `workers/group.py`, the effects it gives are carried out here. An attempt
-that is over has been swept, and its output has been read; only then is it judged.
+Events from the starter, the reaper, the workers' links and the clock go into `workers/group.py`, the effects it gives are carried
+out here. An attempt that is over has been swept, and its output has been read; only then is it judged. With in-process restart it
+runs through several worlds: `on_back` says that one is over, `go_on` begins the next.
 """
 
 import os
 import signal
+from collections import deque
 from collections.abc import Callable
 
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
+from hyperpodrun.agent.health.hang import HangWatch
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
-from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.remains import Remains
+from hyperpodrun.agent.wire import exit_codes, link, names
 from hyperpodrun.agent.wire.launch import Worker
-from hyperpodrun.agent.workers import environment, group
+from hyperpodrun.agent.worker_links import WorkerLinks
+from hyperpodrun.agent.workers import environment, group, recall
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import Place
 from hyperpodrun.agent.workers.start import WorkerStarter
 from hyperpodrun.agent.workers.sweep import Sweeper
 
+SLOW_S = 1.0
+"""A recall that takes longer is told of while it goes on."""
+
 
 class AttemptRunner:
     """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
-    `on_drained` each rank whose last words have been read.
+    `on_further_failure` others, `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation
+    whose workers wait at the barrier, `on_returned` and `on_all_in` the word that the function has returned on, or been entered by,
+    all ranks here.
 
-    `places` says where each local rank runs, `link` where the agent listens for them ("": nowhere); `base_env` is the launcher's
-    environment, its mark included.
+    `places` says where each local rank runs; `base_env` is the launcher's environment, its mark included.
     """
 
     def __init__(
@@ -45,12 +54,15 @@ class AttemptRunner:
         node: str,
         on_over: Callable[[Verdict], None],
         on_change: Callable[[], None],
-        on_first_failure: Callable[[group.End], None] = lambda _end: None,
-        on_drained: Callable[[int], None] = lambda _local_rank: None,
+        on_first_failure: Callable[[group.End], None],
+        on_further_failure: Callable[[group.End], None],
+        on_drained: Callable[[int], None],
+        on_back: Callable[[Verdict], None],
+        on_returned: Callable[[], None],
+        on_all_in: Callable[[], None],
     ) -> None:
         self.world: World | None = None
         self.places: list[Place] = []
-        self.link = ""
         self._config = config
         self._reactor = reactor
         self._output = output
@@ -65,8 +77,22 @@ class AttemptRunner:
         self._on_over = on_over
         self._on_change = on_change
         self._on_first_failure = on_first_failure
+        self._on_further_failure = on_further_failure
         self._on_drained = on_drained
-        self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s)
+        self._on_back = on_back
+        self._on_returned = on_returned
+        self._on_all_in = on_all_in
+        back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
+        self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
+        self.links = WorkerLinks(reactor, config, lambda: self._group.alive, self._said, self._unlinked)
+        self._hangs = HangWatch(config.hang_timeout_s)
+        self._hang_tick: Timer | None = None
+        self._remains = Remains(sweeper, output.error_file, self._swept_alone)
+        self._effects: deque[group.Effect] = deque()
+        self._busy = False
+        self._slow: Timer | None = None
+        self._failed_at_s: float | None = None
+        self._reason = ""
         self._store: tuple[str, int] | None = None
         self._tick: Timer | None = None
         self._draining: set[int] = set()
@@ -81,8 +107,40 @@ class AttemptRunner:
         self._store = store
         self._draining = set()
         self._swept = None
+        self._reason = ""
+        self._failed_at_s = None
         self._desk.begin_attempt(world)
-        self._feed(group.Start(self._config.nproc_per_node))
+        self._hangs.begin()
+        self._feed(group.Start(self._config.nproc_per_node, world.generation))
+
+    def go_on(self, world: World, store: tuple[str, int] | None = None, reason: str = "") -> None:
+        """After `on_back`: the next world, with the processes that are there. `reason` is for the workers: why again."""
+        self.world = world
+        self._store = store
+        self._reason = reason
+        self._desk.begin_attempt(world)
+        self._hangs.begin()
+        self._feed(group.Reenter(world.generation))
+        self._on_change()
+
+    def leave(self, reason: str) -> None:
+        """The world is lost elsewhere: bring the workers out of it, in place where that saves one; `on_back` or `on_over` comes."""
+        self._failed_at_s = self._failed_at_s or self._reactor.now_s()
+        self._feed(group.Leave(reason))
+
+    def release(self) -> None:
+        """The function has returned on all ranks of the world."""
+        self._feed(group.Release())
+
+    def assembled(self) -> None:
+        """All ranks of the world are inside their function."""
+        self._hangs.assembled(self._reactor.now_s())
+        self._reset_tick()
+
+    @property
+    def kept(self) -> int:
+        """How many processes wait at the barrier."""
+        return len(self._group.recall.parked) if self._group.state is group.State.BACK else 0
 
     def stop(self, kill: bool) -> None:
         """End the attempt, with the grace or at once."""
@@ -98,6 +156,16 @@ class AttemptRunner:
             os.kill(pid, number)
 
     @property
+    def progressed(self) -> bool:
+        """Has a rank here completed a step in this generation, or can nobody know?"""
+        return self._hangs.progressed
+
+    @property
+    def recalled(self) -> bool:
+        """Are the workers being brought, or were they, to the barrier in place?"""
+        return self._group.state in (group.State.RECALLING, group.State.BACK)
+
+    @property
     def pids(self) -> dict[int, int]:
         """Local rank -> pid of each worker that runs."""
         return self._group.alive
@@ -105,73 +173,173 @@ class AttemptRunner:
     # --- the group core
 
     def _feed(self, event: group.Event) -> None:
-        effects = self._group.handle(event, self._reactor.now_s())
+        """Effects are carried out in the order given; those of events that come of it follow."""
+        self._effects += self._group.handle(event, self._reactor.now_s())
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._effects:
+                self._carry_out(self._effects.popleft())
+        finally:
+            self._busy = False
+        if self._group.state not in (group.State.STARTING, group.State.RUNNING):
+            self._hangs.stop()
         self._reset_tick()
-        for effect in effects:
-            match effect:
-                case group.MakeProcesses():
-                    self._make_processes()
-                case group.CancelStart():
-                    self._starter.cancel()
-                    self._close_streams()
-                case group.Ask(local_ranks):
-                    self._ask(local_ranks)
-                case group.DumpStacks(local_ranks, why):
-                    self._desk.dump_stacks({r: self._group.alive[r] for r in local_ranks}, why)
-                case group.Kill():
-                    self._sweeper.kill_now()
-                case group.FirstFailure(end):
-                    self._desk.first_failure(end, others=len(self._group.alive))
-                    self._on_first_failure(end)
-                case group.Sweep():
-                    self._sweeper.sweep(self._sweep_done)
-                case group.Over():
-                    self._on_over(self._desk.judge(effect))
+
+    def _carry_out(self, effect: group.Effect) -> None:
+        match effect:
+            case group.MakeProcesses(local_ranks):
+                self._make_processes(local_ranks)
+            case group.CancelStart():
+                self._starter.cancel()
+                self._close_streams()
+            case group.Ask(local_ranks):
+                self._ask(local_ranks)
+            case recall.DumpStacks(local_ranks, why):
+                self._desk.dump_stacks({r: pid for r in local_ranks if (pid := self._group.alive.get(r))}, why)
+            case group.Kill():
+                self._sweeper.kill_now()
+            case group.FirstFailure(end):
+                self._first_failure(end)
+            case group.FurtherFailure(end):
+                self._on_further_failure(end)
+            case group.Sweep():
+                self._sweeper.sweep(self._sweep_done)
+            case group.Back():
+                self._enough_waiting()
+                self._on_back(self._desk.judge_back(effect))
+            case group.Over():
+                self._enough_waiting()
+                self._remains.forget()
+                self._on_over(self._desk.judge(effect))
+            case _:
+                self._carry_out_recall(effect)
+
+    def _carry_out_recall(self, effect: group.Effect) -> None:
+        """What concerns single workers, over their links."""
+        world = self.world
+        assert world is not None
+        match effect:
+            case recall.Enter(local_ranks):
+                self._hangs.entered(local_ranks, self._reactor.now_s())
+                for local_rank in local_ranks:
+                    self.links.send(local_rank, self._entry(local_rank, world))
+            case recall.Interrupt(local_ranks, reason):
+                for local_rank in local_ranks:
+                    self.links.send(local_rank, link.Interrupt(world.generation, reason))
+            case recall.Released(local_ranks):
+                for local_rank in local_ranks:
+                    self.links.send(local_rank, link.Released(world.generation))
+            case recall.KillAlone(local_ranks):
+                for local_rank in local_ranks:
+                    if pid := self._group.alive.get(local_rank):
+                        self._remains.kill(local_rank, pid)
+            case recall.SweepAlone(local_ranks):
+                for local_rank in local_ranks:
+                    self._remains.sweep(local_rank)
+            case recall.AllReturned():
+                self._on_returned()
+            case recall.AllIn():
+                self._on_all_in()
+                if self._failed_at_s is not None:
+                    self._desk.back_after(self._reactor.now_s() - self._failed_at_s)
+                    self._failed_at_s = None
+
+    def _first_failure(self, end: group.End) -> None:
+        self._failed_at_s = end.at_s
+        if self._group.state in (group.State.STOPPING, group.State.SWEEPING):
+            self._desk.first_failure(end, others=len(self._group.alive))
+        else:
+            self._slow = self._reactor.call_later(SLOW_S, lambda: self._desk.slow_to_leave(end, self._group.recall.late()))
+        self._on_first_failure(end)
+
+    def _enough_waiting(self) -> None:
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
 
     def _reset_tick(self) -> None:
         if self._tick:
             self._tick.cancel()
         deadline_s = self._group.next_deadline_s()
         self._tick = None if deadline_s is None else self._reactor.call_at(deadline_s, lambda: self._feed(group.Tick()))
+        hang_s = self._hangs.next_deadline_s()
+        if self._hang_tick is not None and (
+            hang_s is None or self._hang_tick.callback is None or hang_s < self._hang_tick.when_s
+        ):
+            self._hang_tick.cancel()
+            self._hang_tick = None
+        if hang_s is not None and self._hang_tick is None:
+            self._hang_tick = self._reactor.call_at(hang_s, self._look_for_hangs)
 
-    def _make_processes(self) -> None:
+    def _look_for_hangs(self) -> None:
+        """At most this often: a deadline that moved away meanwhile is looked at again when it comes."""
+        self._hang_tick = None
+        verdict = self._hangs.tick(self._reactor.now_s())
+        if verdict is not None:
+            self._feed(group.Hung(verdict.local_ranks, verdict.why))
+        else:
+            self._reset_tick()
+
+    def _make_processes(self, local_ranks: tuple[int, ...]) -> None:
         world, config = self.world, self._config
         assert world is not None
-        workers = []
+        ranks = range(world.first_rank, world.first_rank + config.nproc_per_node)
+        wanted = local_ranks or tuple(range(config.nproc_per_node))
         try:
-            self._output.begin_attempt(world.restart_count, range(world.first_rank, world.first_rank + config.nproc_per_node))
-            for local_rank in range(config.nproc_per_node):
+            if local_ranks:
+                self._output.begin_generation(ranks, local_ranks)
+            else:
+                self._output.begin_attempt(world.restart_count, ranks)
+            for local_rank in wanted:
                 self._streams.append(self._output.open_worker(local_rank))
         except OSError as error:
             self._start_failed(reason_of(error), exit_codes.CONFIG)
             return
-        for local_rank, place in enumerate(self.places):
-            env = environment.worker_env(
-                config,
-                self._base_env,
-                local_rank=local_rank,
-                rank=world.first_rank + local_rank,
-                world_size=world.world_size,
-                group_rank=world.group_rank,
-                group_world_size=world.group_world_size,
-                restart_count=world.restart_count,
-                generation=world.generation,
-                node=self._node,
-                master_addr=self._store[0] if self._store else world.master_addr,
-                master_port=self._store[1] if self._store else world.master_port,
-                error_file=self._output.error_file(local_rank),
-                family=self._family,
-                use_agent_store=self._store is not None,
-                rank0_addr=world.master_addr,
-                link=self.link,
-                visible_device=place.visible_device,
-            )
-            workers.append(Worker(local_rank, environment.worker_argv(config, local_rank), env, place.cpus))
+        workers = [
+            Worker(r, environment.worker_argv(config, r), self._environment(r, world), self.places[r].cpus) for r in wanted
+        ]
         self._starter.start(workers, self._streams, self._started, self._start_failed)
+
+    def _environment(self, local_rank: int, world: World) -> list[tuple[bytes, bytes]]:
+        return environment.worker_env(
+            self._config,
+            self._base_env,
+            local_rank=local_rank,
+            rank=world.first_rank + local_rank,
+            world_size=world.world_size,
+            group_rank=world.group_rank,
+            group_world_size=world.group_world_size,
+            restart_count=world.restart_count,
+            generation=world.generation,
+            node=self._node,
+            master_addr=self._store[0] if self._store else world.master_addr,
+            master_port=self._store[1] if self._store else world.master_port,
+            error_file=self._output.error_file(local_rank),
+            family=self._family,
+            use_agent_store=self._store is not None,
+            rank0_addr=world.master_addr,
+            link=self.links.address,
+            visible_device=self.places[local_rank].visible_device,
+        )
+
+    def _entry(self, local_rank: int, world: World) -> link.Enter:
+        """What a worker at the barrier is told: every variable that describes its rank, as a new process would find it."""
+        found = {os.fsdecode(name): os.fsdecode(value) for name, value in self._environment(local_rank, world)}
+        fresh = self._group.recall.is_fresh(local_rank)
+        return link.Enter(
+            world.generation,
+            world.restart_count,
+            {name: found.get(name) for name in sorted(names.PER_RANK)},
+            ("process" if world.restart_count else "start") if fresh else "inplace",
+            self._reason,
+        )
 
     def _started(self, pids: list[tuple[int, int]]) -> None:
         self._close_streams()
         self._cgroup.add(pid for _, pid in pids)
+        self._hangs.born([local_rank for local_rank, _ in pids], self._reactor.now_s())
         self._feed(group.Started(tuple(pids)))
         for local_rank, pid in pids:
             self._watch_child(pid, lambda status, local_rank=local_rank: self._exited(local_rank, status))  # type: ignore[misc]
@@ -191,18 +359,39 @@ class AttemptRunner:
 
     def _exited(self, local_rank: int, status: int) -> None:
         self._draining.add(local_rank)
+        pid = self._group.alive.get(local_rank, 0)
+        self.links.ended(pid)
+        self._hangs.gone(local_rank)
+        self._remains.ended(local_rank, pid)
         self._output.worker_ended(local_rank, lambda: self._drained(local_rank))
         self._feed(group.Exited(local_rank, status))
 
     def _drained(self, local_rank: int) -> None:
         self._draining.discard(local_rank)
         self._on_drained(local_rank)
+        self._remains.drained(local_rank)
         self._clear()
+
+    def _swept_alone(self, local_rank: int, left: tuple[str, ...]) -> None:
+        self._desk.tell_unkillable(left)
+        self._feed(group.SweptAlone((local_rank,)))
+
+    def _said(self, local_rank: int, message: link.FromWorker) -> None:
+        self._hangs.heard(local_rank, message, self._reactor.now_s())
+        if isinstance(message, link.Returned):
+            self._hangs.gone(local_rank)
+        self._feed(group.Said(local_rank, message))
+
+    def _unlinked(self, local_rank: int) -> None:
+        self._feed(group.Unlinked(local_rank))
 
     def _ask(self, local_ranks: tuple[int, ...]) -> None:
         for local_rank in local_ranks:
-            os.kill(self._group.alive[local_rank], self._config.shutdown_signal)
-            os.kill(self._group.alive[local_rank], signal.SIGCONT)  # a frozen worker takes it only when it runs
+            if pid := self._group.alive.get(local_rank):
+                # At the barrier the user's handler of the signal may do no more than to note the wish.
+                self.links.send(local_rank, link.End(0, "no world follows in this process"))
+                os.kill(pid, self._config.shutdown_signal)
+                os.kill(pid, signal.SIGCONT)  # a frozen worker takes it only when it runs
 
     def _sweep_done(self, left: tuple[str, ...]) -> None:
         self._swept = left

@@ -48,6 +48,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     program: Program
     job_id: str
+    job_id_by_chance: bool = False
+    """Nobody named the job, so it cannot be started again under this id."""
     min_nodes: int = 1
     max_nodes: int = 1
     nproc_per_node: int = 1
@@ -85,6 +87,12 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     exit_skew_timeout_s: float = 300.0
     inprocess_restart: bool = False
     """Workers with a wrapped function are restarted inside their processes."""
+    inprocess_timeout_s: float = 120.0
+    """So long after a fault all ranks of the node must be at the restart barrier."""
+    abort_timeout_s: float = 60.0
+    """So long one rank may take from the interrupt to the barrier."""
+    hang_timeout_s: float | None = None
+    """No progress for so long is a fault; None: nobody looks."""
     pre_train_script: str | None = None
     pre_train_args: tuple[str, ...] = ()
     post_train_script: str | None = None

@@ -6,7 +6,7 @@ happens next belongs into it. Deciding is `policy/blame.py`, the words are `work
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -18,16 +18,26 @@ from hyperpodrun.agent.policy import job as policy
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.wire.rungs import Asked
 from hyperpodrun.agent.workers import evidence, report, stacks
-from hyperpodrun.agent.workers.group import End, Over
-from hyperpodrun.agent.workers.output import Output
+from hyperpodrun.agent.workers.group import Back, End, Over
+from hyperpodrun.agent.workers.output import Output, StreamName
+
+
+def _as_victim(rank: report.FailedRank) -> report.FailedRank:
+    return msgspec.structs.replace(rank, evidence=msgspec.structs.replace(rank.evidence, victim=True))
+
+
+_STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
+_RAISED = 1 << 8
+"""The wait status of a Python program that ends by an exception: what a rank counts for that left its function by one."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
     """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
 
     `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's.
-    `victim`: its words say that a peer was lost.
+    `victim`: it is likely that of a rank that lost its peer.
     """
 
     code: int
@@ -35,6 +45,8 @@ class Verdict(msgspec.Struct, frozen=True):
     final: bool = False
     headline: str = ""
     local_rank: int = -1
+    rung: Asked = ""
+    """The least rung that the rank asked for."""
     victim: bool = False
 
 
@@ -60,6 +72,8 @@ class FailureDesk:
         self._began_s = 0.0
         self._start_code: int | None = None
         self._pending: tuple[report.FailedRank, list[report.FailedRank]] | None = None
+        self._in_place = False
+        """What is pending is a fault after which processes wait to go on."""
         self._reason = ""
 
     def begin_attempt(self, world: World) -> None:
@@ -78,18 +92,33 @@ class FailureDesk:
                 f"rank {self._first_rank + end.local_rank} (pid {end.pid}) {report.ending(end.status)}; stopping {many} of this node"
             )
 
-    def first_words(self, end: End) -> tuple[Verdict, bool]:
-        """What is known of a rank that has just failed, and whether it is likely another's victim."""
-        failed = self._failed_rank(end)
-        return self._verdict(failed), failed.evidence.victim
+    def slow_to_leave(self, end: End, waits: tuple[int, ...]) -> None:
+        """Say what was seen and who is waited for: a recall that takes long should not look like a silence."""
+        ranks = ", ".join(str(self._first_rank + local_rank) for local_rank in waits)
+        self._output.say(
+            f"{report.headline(self._failed_rank(end), self._about(''))}; waiting for rank {ranks} to leave its function"
+        )
+
+    def back_after(self, seconds_s: float) -> None:
+        """All ranks run again."""
+        self._output.say(f"back after {seconds_s:.2f} s")
+
+    def first_words(self, end: End) -> Verdict:
+        """What is known of a rank that has just failed."""
+        return self._verdict(self._failed_rank(end))
 
     def first_report(self, end: End) -> str:
         """The whole report about this rank, for another node's console."""
         return report.render(self._failed_rank(end), [], self._about("the nodes decide what follows"))
 
-    def tell_here(self) -> None:
-        """Tell what failed on this node; what follows is decided elsewhere."""
-        self._tell("the nodes decide what follows")
+    def tell_here(self, kept: int = 0) -> None:
+        """Tell what failed on this node; what follows is decided elsewhere. `kept`: processes that wait at the restart barrier."""
+        if self._in_place and self._pending and self._pending[0].evidence.victim:
+            root, others = self._pending
+            ranks = ", ".join(str(rank.end.rank) for rank in sorted((root, *others), key=lambda rank: rank.end.rank))
+            self._pending = None
+            self._output.say(f"rank {ranks} lost its peer and left its function; {kept} processes wait at the restart barrier")
+        self._tell(f"{kept} processes wait at the restart barrier" if kept else "the nodes decide what follows")
 
     def dump_stacks(self, pids: dict[int, int], why: str) -> None:
         """Print where these ranks (local rank -> pid) are."""
@@ -130,6 +159,12 @@ class FailureDesk:
         self._start_code = code
         self._output.say(f"the workers could not be started: {reason}")
 
+    def judge_back(self, back: Back) -> Verdict:
+        """Who took this node's workers out of their generation; code 0: nobody here."""
+        self._pending = None
+        own = [end for end in back.failures if back.cause != "order" or not end.sent]
+        return self._blame(own, in_place=True) if own else Verdict(0)
+
     def judge(self, over: Over) -> Verdict:
         """Who failed first, and what the job's exit code would be."""
         self._pending = None
@@ -139,13 +174,22 @@ class FailureDesk:
             # Nothing that another attempt could change: the program or this machine is not fit.
             headline = f"the workers of {self._node} could not be started: {over.start_failure}"
             return Verdict(self._start_code or exit_codes.CONFIG, over.start_failure, final=True, headline=headline)
-        failed = [self._failed_rank(end) for end in over.ends if end.failed or end.hung]
+        failed = [end for end in over.ends if end.failed or end.hung]
         if over.cause == "order" or not failed:
             return Verdict(0)
+        return self._blame(failed, in_place=False)
+
+    def _blame(self, ends: Sequence[End], in_place: bool) -> Verdict:
+        failed = [self._failed_rank(end) for end in ends]
+        if len(hung := [rank for rank in failed if rank.end.hung]) > 1:
+            culprits = stacks.out_of_step({rank.end.local_rank: stacks.waits_in(rank.tail.stderr) for rank in hung})
+            if culprits:
+                failed = [_as_victim(r) if r.end.hung and r.end.local_rank not in culprits else r for r in failed]
         told = {rank.end.local_rank: rank.evidence for rank in failed}
         culprit = blame.root_cause([rank.end for rank in failed], told)
         root = next(rank for rank in failed if rank.end is culprit)
         self._pending = root, [rank for rank in failed if rank is not root]
+        self._in_place = in_place
         return self._verdict(root)
 
     def _verdict(self, failed: report.FailedRank) -> Verdict:
@@ -157,6 +201,7 @@ class FailureDesk:
             "\n".join(failed.tail.stderr),
             headline=report.headline(failed, self._about("")),
             local_rank=failed.end.local_rank,
+            rung=failed.rung,
             victim=failed.evidence.victim,
         )
 
@@ -168,13 +213,15 @@ class FailureDesk:
                 "only its return or a reboot frees them"
             )
 
-    def tell_next(self, effect: policy.Restarting | policy.GivingUp) -> None:
-        """What follows was decided: a restart is told now, the end when its code is known."""
+    def tell_next(self, effect: policy.Restarting | policy.GivingUp, kept: int = 0) -> None:
+        """What follows was decided: a restart is told now, the end when its code is known. `kept`: processes that go on in place."""
         if isinstance(effect, policy.GivingUp):
             self._reason = effect.reason
             return
-        total = self._config.max_restarts
-        step = f"restarting all ranks, {effect.left} of {total} restarts left"
+        what = f"in place (generation {effect.generation}, {kept} processes kept)" if effect.in_place else "all ranks"
+        step = f"restarting {what}"
+        if effect.left is not None:
+            step += f", {effect.left} of {self._config.max_restarts} restarts left"
         if effect.free:
             step = "the rendezvous port was taken by another program in the meantime: trying another one (no restart is counted)"
         self._tell(step)
@@ -199,7 +246,8 @@ class FailureDesk:
             return
         root, others = self._pending
         self._pending = None
-        self._output.say(report.render(root, others, self._about(step)))
+        about = self._about(step)
+        self._output.say(report.render_short(root, len(others), about) if self._in_place else report.render(root, others, about))
 
     def _about(self, step: str) -> report.Circumstances:
         return report.Circumstances(
@@ -215,10 +263,28 @@ class FailureDesk:
 
     def _failed_rank(self, end: End) -> report.FailedRank:
         local_rank = end.local_rank
+        files = tuple(path for name in _STREAMS if (path := self._output.log_path(local_rank, name)))
+        if end.fault is not None or end.why:
+            fault = end.fault
+            return report.FailedRank(
+                end=blame.WorkerEnd(
+                    local_rank,
+                    self._first_rank + local_rank,
+                    end.pid,
+                    _RAISED,
+                    end.at_s,
+                    hung=end.hung,
+                    left=not end.hung,
+                    why=end.why,
+                ),
+                evidence=evidence.of_fault(fault.text, fault.headline) if fault is not None else blame.NO_EVIDENCE,
+                tail=self._output.tail(local_rank),
+                log_files=files,
+                rung=end.rung,
+            )
         # A process that SIGKILL did not end has no status yet; SIGKILL is what it will end of.
         status = signal.SIGKILL if end.status is None else end.status
         tail = self._output.tail(local_rank)
-        files = (self._output.log_path(local_rank, "stdout"), self._output.log_path(local_rank, "stderr"))
         return report.FailedRank(
             end=blame.WorkerEnd(
                 local_rank,
@@ -233,5 +299,5 @@ class FailureDesk:
             ),
             evidence=evidence.gather(self._output.error_file(local_rank), tail, status),
             tail=tail,
-            log_files=tuple(path for path in files if path),
+            log_files=files,
         )

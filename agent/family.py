@@ -14,7 +14,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from hyperpodrun.agent.wire import names
 
@@ -91,11 +91,37 @@ def descendants(root: int, processes: dict[int, Process]) -> list[Process]:
 
 def carries(pid: int, family: str) -> bool:
     """Was this process started with that launcher's mark?"""
+    return started_with(pid, f"{names.FAMILY}={family}")
+
+
+def started_with(pid: int, variable: str) -> bool:
+    """Did this process's program find NAME=VALUE in its environment when it was executed?"""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{names.FAMILY}={family}".encode() in file.read().split(b"\0")
+            return os.fsencode(variable) in file.read().split(b"\0")
     except OSError:
         return False  # gone, or another user's: then it is not ours
+
+
+def remains(root: int, sessions: Collection[int], known: Mapping[int, int], variables: Collection[str]) -> list[Process]:
+    """Live processes below `root` that some of its children, ended by now, left there, with all that is below them.
+
+    They are told by their session (a worker begins one of its own), by having been seen below it (`known`: pid -> start time), and,
+    where they are `root`'s own children now, by a variable that only they were given. A daemon with a session of its own that was
+    forked and never executed anything is not told.
+    """
+    processes = all_processes()
+    below = descendants(root, processes)
+    found = {
+        p.pid: p
+        for p in below
+        if p.session in sessions
+        or known.get(p.pid) == p.started_ticks
+        or (p.parent == root and any(started_with(p.pid, variable) for variable in variables))
+    }
+    for process in tuple(found.values()):
+        found |= {p.pid: p for p in descendants(process.pid, processes)}
+    return [p for p in found.values() if p.state not in "ZX" and p.pid != os.getpid()]
 
 
 def members(root: int, family: str, spare: Collection[int] = (), marked: bool = False) -> list[Process]:

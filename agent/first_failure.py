@@ -2,9 +2,7 @@
 
 Theory. What a rank wrote last is in its pipes when its end is seen, so that is read first (`READ_S` at most). A rank that fails
 because another one did (its connection broke) is likely the victim of a rank elsewhere; its node waits `VICTIM_WAIT_S` for the
-culprit's own word, which makes this one needless. The lost peer may also be a node: its agent died with its workers, or its host.
-While one is missed, a victim waits for what is decided about it, `DOUBT_S` at most, or the loss of a node would be counted as
-a failure of the workers that noticed it first. The whole report follows for the console of rank 0's node.
+culprit's own word, which makes this one needless. The whole report follows for the console of rank 0's node.
 
 States: *quiet*, *reading* (a rank failed), *waiting* (it looks like a victim), *told*.
 Invariants: told at most once an attempt; an attempt that is over is passed on once, after the mesh was told or needn't be.
@@ -19,9 +17,6 @@ from hyperpodrun.agent.workers.group import End
 
 READ_S = 0.05
 VICTIM_WAIT_S = 0.3
-DOUBT_S = 4.0
-"""An agent that died is back within 1.8 s or is taken for lost (keeper.py), a silent host is dropped after 2 s."""
-LOOK_AGAIN_S = 0.1
 
 
 class _State(Enum):
@@ -32,7 +27,7 @@ class _State(Enum):
 
 
 class FirstFailure:
-    """`tell` is for the mesh, `ship(text)` for rank 0's node, `pass_on` for the job core. `is_missed()`: is some node missed now?"""
+    """`tell` is for the mesh, `ship(text)` for rank 0's node."""
 
     def __init__(
         self,
@@ -40,15 +35,11 @@ class FirstFailure:
         desk: FailureDesk,
         tell: Callable[[Verdict], None],
         ship: Callable[[str], None],
-        pass_on: Callable[[Verdict], None],
-        is_missed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._reactor = reactor
         self._desk = desk
         self._tell = tell
         self._ship = ship
-        self._pass_on = pass_on
-        self._is_missed = is_missed
         self._timer: Timer | None = None
         self.begin()
 
@@ -58,14 +49,24 @@ class FirstFailure:
         self._end: End | None = None
         self._drained = False
         self._words = Verdict(1)
-        self._over: Verdict | None = None
-        self._until_s = 0.0
+        self._pass_on: Callable[[], None] | None = None
 
     def failed(self, end: End) -> None:
         """A rank failed, the first one here."""
         if self._state is _State.QUIET:
-            self._end = end
-            self._to(_State.READING, READ_S, self._read)
+            self._begin(end)
+
+    def further(self, end: End) -> None:
+        """Another rank failed here: maybe the one of which the first is a victim."""
+        if self._state is _State.WAITING:
+            self._begin(end)
+
+    def _begin(self, end: End) -> None:
+        self._end, self._drained = end, False
+        self._to(_State.READING, READ_S, self._read)
+        if end.fault is not None or end.why:  # its own words came with it
+            self._drained = True
+            self._read()
 
     def drained(self, local_rank: int) -> None:
         """All that this rank wrote has been read."""
@@ -77,12 +78,12 @@ class FirstFailure:
         elif self._state is _State.TOLD:
             self._ship(self._desk.first_report(self._end))
 
-    def over(self, verdict: Verdict) -> None:
-        """The attempt is over and nothing of it is left."""
-        self._over = verdict
+    def over(self, verdict: Verdict, pass_on: Callable[[], None]) -> None:
+        """The attempt is over and nothing of it is left, or its workers wait at the restart barrier: `pass_on` tells the job core."""
+        self._pass_on = pass_on
         if self._state is _State.READING:
             self._read()
-        elif self._state is _State.QUIET and verdict.code:
+        elif verdict.code and (self._state is _State.QUIET or (self._state is _State.WAITING and not verdict.victim)):
             self._words = verdict
             self._say()
         elif self._state is not _State.WAITING:
@@ -97,31 +98,24 @@ class FirstFailure:
     def _read(self) -> None:
         if self._state is not _State.READING or self._end is None:
             return
-        self._words, victim = self._desk.first_words(self._end)
-        if victim:
-            self._until_s = self._reactor.now_s() + DOUBT_S
-            self._to(_State.WAITING, VICTIM_WAIT_S, self._waited)
-        else:
-            self._say()
-
-    def _waited(self) -> None:
-        if self._is_missed() and self._reactor.now_s() < self._until_s:
-            self._to(_State.WAITING, LOOK_AGAIN_S, self._waited)
+        self._words = self._desk.first_words(self._end)
+        if self._words.victim:
+            self._to(_State.WAITING, VICTIM_WAIT_S, self._say)
         else:
             self._say()
 
     def _say(self) -> None:
         self._to(_State.TOLD)
         self._tell(self._words)
-        if self._end is not None and (self._drained or self._over is not None):
+        if self._end is not None and (self._drained or self._pass_on is not None):
             self._drained = True
             self._ship(self._desk.first_report(self._end))
         self._pass_it_on()
 
     def _pass_it_on(self) -> None:
-        verdict, self._over = self._over, None
-        if verdict is not None:
-            self._pass_on(verdict)
+        pass_on, self._pass_on = self._pass_on, None
+        if pass_on is not None:
+            pass_on()
 
     def _to(self, state: _State, limit_s: float | None = None, then: Callable[[], None] = lambda: None) -> None:
         self._state = state

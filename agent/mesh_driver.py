@@ -23,6 +23,7 @@ from hyperpodrun.agent.mesh_network import REPORT_BYTES, Envelope, MeshNetwork, 
 from hyperpodrun.agent.mesh_quorum_loss import QuorumLoss
 from hyperpodrun.agent.mesh_start import MeshStart, Place
 from hyperpodrun.agent.mesh_worlds import Worlds
+from hyperpodrun.agent.policy import cluster
 from hyperpodrun.agent.policy.escalation import decide
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
@@ -40,6 +41,7 @@ LOOKING_S = 1.0
 DIAL_S = 2.0
 """So long some of many contact points are tried before it is the turn of others."""
 CONFLICT_S = 1.0
+Told = cluster.TellFailed | cluster.TellFinished | cluster.TellGone | cluster.TellLeaving
 SPEED = {"fast": (150, 3), "default": (250, 3), "lax": (500, 6)}
 """--failure-detector: (heartbeat in ms, heartbeats that may be missed)."""
 
@@ -127,6 +129,20 @@ class MeshDriver:
         else:
             self._carry_out(self._node.notify(self._now(), event))
 
+    def tell(self, effect: Told) -> None:
+        """Tell the mesh what `policy/cluster.py` says of this node's workers."""
+        match effect:
+            case cluster.TellFailed(_, _, detail, free) if free:
+                self.notify(fx.RestartAsked(f"another program took the port of the store ({detail})"))
+            case cluster.TellFailed(generation, code, detail, _, symptoms):
+                self.notify(fx.WorkersFailed(generation, code, detail, symptoms))
+            case cluster.TellFinished(generation):
+                self.notify(fx.WorkersFinished(generation))
+            case cluster.TellGone(generation, parked):
+                self.notify(fx.WorkersGone(generation, parked))
+            case cluster.TellLeaving():
+                self.notify(fx.LeaveAsked())
+
     def ship(self, generation: int, text: str) -> None:
         """What is known of a rank of this generation that failed here, for the console of rank 0's node."""
         leader = self._worlds.leader(generation) if self._worlds else ""
@@ -149,14 +165,6 @@ class MeshDriver:
     def view(self) -> View | None:
         """Where this agent stands."""
         return self._node.view if self._node else None
-
-    def misses_somebody(self) -> bool:
-        """Some member is suspected or silent now, or its agent died: a decision about it may be on its way."""
-        node = self._node
-        if node is None or node.view is None:
-            return False
-        silent = node.detector.down or node.detector.loud_due() is not None
-        return bool(silent) or not node.alerts.is_quiet or bool(node.reports.nodes("revived"))
 
     def status(self) -> MeshStatus:
         """The same for people and tools, with what has passed through the network so far."""

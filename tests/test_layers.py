@@ -16,6 +16,7 @@ AGENT_LAYERS = {
     "config": 1,
     "family": 1,
     "run_dir": 1,
+    "node_state": 1,
     "orders": 1,
     "open_files": 1,
     "policy": 2,
@@ -34,6 +35,10 @@ AGENT_LAYERS = {
     "keeper": 6,
     "failure": 6,
     "attempt": 7,
+    "remains": 5,
+    "world_store": 7,
+    "train_scripts": 8,
+    "worker_links": 6,
     "mesh_slots": 1,
     "vote_file": 1,
     "mesh_words": 2,
@@ -46,9 +51,16 @@ AGENT_LAYERS = {
     "mesh_quorum_loss": 4,
     "mesh_driver": 7,
     "first_failure": 7,
-    "agent": 8,
+    "agent": 9,
 }
-PURE = ("agent/policy", "agent/mesh", "agent/workers/group.py", "agent/workers/ladder.py", "agent/workers/lines.py")
+PURE = (
+    "agent/policy",
+    "agent/mesh",
+    "agent/workers/group.py",
+    "agent/workers/recall.py",
+    "agent/workers/ladder.py",
+    "agent/workers/lines.py",
+)
 PURE_MAY_IMPORT = {"msgspec"}
 
 

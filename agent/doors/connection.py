@@ -92,6 +92,11 @@ class Connection(Requests):
             who = f"a process (pid {self._pid})" if self._pid and self._pid > 0 else "somebody"
             self._door.complaints.about(topic or why, f"the connection of {who} to the store was closed: {why}")
 
+    @property
+    def greeted(self) -> bool:
+        """Has it had an answer, or asked for one? Torch's client begins with a ping."""
+        return self._client is not None
+
     # --- in
 
     def _readable(self) -> None:

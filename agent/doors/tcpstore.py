@@ -3,7 +3,8 @@
 An unmodified script's store is then the agent: its C++ client needs no interpreter, and no rank serves another. The protocol is in
 connection.py. The port stays through all generations; a connection belongs to the one in which it was made and ends with it.
 
-States: *open* (a generation is, connections are taken), *shut* (in between they are closed at once), *closed*.
+States: *new* (no generation yet: connections are closed at once), *open* (a generation is), *shut* (it has ended: who connects is
+greeted, and refused what it asks for), *closed*.
 """
 
 import errno
@@ -62,14 +63,21 @@ class TcpStoreDoor:
         self._space, self._processes = space, Processes(space)
 
     def shut(self) -> None:
-        """The generation is over: its connections end."""
-        self._space = self._processes = None
+        """The generation is over: its connections end.
+
+        Whoever connects now is still greeted, and refused when it asks for something: torch's client tries again and again, deaf to
+        signals, for as long as it is not greeted (TCPStore.cpp, the constructor), and a worker has to hear that it is to leave.
+        Those that wait for their greeting at this moment get it too: a reset would cost them half a second.
+        """
         for connection in list(self._connections):
-            connection.close()
+            if connection.greeted:
+                connection.close()
 
     def close(self) -> None:
         """Stop listening."""
-        self.shut()
+        for connection in list(self._connections):
+            connection.close()
+        self._space = self._processes = None
         self._sweeper.cancel()
         if self._socket.fileno() >= 0:
             self.reactor.forget(self._socket.fileno())

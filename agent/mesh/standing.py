@@ -113,7 +113,7 @@ def adopt(agent: Node, now: int, nxt: View, jumped: bool) -> list[Effect]:
 def stays_in_place(agent: Node, nxt: View, jumped: bool) -> bool:
     """Whether processes here may stay: a decision that was missed may have replaced them."""
     here = agent.member.node
-    return nxt.mode == "run" and nxt.restart == "inprocess" and here in nxt.order and here not in nxt.fresh and not jumped
+    return nxt.mode != "closed" and nxt.restart == "inprocess" and here in nxt.order and here not in nxt.fresh and not jumped
 
 
 def floor_after(agent: Node, nxt: View) -> int:

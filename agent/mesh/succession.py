@@ -20,7 +20,7 @@ import msgspec
 
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.mesh.ranks import assign
-from hyperpodrun.agent.wire.mesh import Member, Report, View
+from hyperpodrun.agent.wire.mesh import Member, Report, Restart, View
 from hyperpodrun.agent.wire.rungs import Decide, Decision, Incident, Situation
 
 
@@ -130,12 +130,20 @@ def successor(config: MeshConfig, view: View, digest: str, roll: RollCall, decid
         members=_with_roles(members, view.order if order is None else order),
         tiebreak=_tiebreak(config, order or view.order, members, view.tiebreak),
         order=view.order if order is None else order, mode=mode,
-        restart="none" if not restart or mode != "run" else "inprocess" if decision.in_place and running else "process",
+        restart=_restart(view, mode, restart, decision),
         restarts=view.restarts + decision.counted, fence=tuple(sorted(unknown - confirmed)),
         ghosts=_ghosts(view, roll, confirmed, restart or mode != view.mode),
         reason=_reason(view, roll, gone, joiners, decision),
-        fresh=decision.fresh if restart and mode == "run" else (), faults=decision.history,
+        fresh=decision.fresh if restart or mode != view.mode else (), faults=decision.history,
     )  # fmt: skip
+
+
+def _restart(view: View, mode: str, restarts: bool, decision: Decision) -> Restart:
+    """Processes may stay from world to world, and through a time without one, as long as no decision in between has given them up."""
+    stay = decision.in_place and (view.mode == "run" or view.restart == "inprocess")
+    if mode == "run" and restarts:
+        return "inprocess" if stay else "process"
+    return "inprocess" if mode == "hold" and stay else "none"
 
 
 def _situation(

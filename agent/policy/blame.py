@@ -99,6 +99,10 @@ class WorkerEnd(msgspec.Struct, frozen=True):
     sent: tuple[int, ...] = ()
     unkillable: bool = False
     """SIGKILL had no effect: the kernel holds it, and `status` is only what it will end of."""
+    left: bool = False
+    """It has not ended: it left its function by an exception, and `status` is what it would have ended with."""
+    why: str = ""
+    """In words, where the status says nothing: how it hangs, why it is not fit to go on."""
 
     @property
     def failed(self) -> bool:

@@ -8,13 +8,16 @@ States
 - WAITING   nothing of ours runs; the mesh decides when that changes
 - PRE       the pre-train script runs
 - TRAINING  an attempt runs
+- PARKED    its generation is over here, live workers wait at the restart barrier: they go on in the next world, or end
 - DONE      all ranks here ended with 0; the others are not known to have
 - BROKEN    the attempt failed and is over here; the mesh has been told
 - POST      the job is over and succeeded, the post-train script runs
 - ENDED     `End` was said, once
 
 Invariants
-- `WorkersGone` only in a state in which nothing runs; `RunAttempt` only in WAITING or after PRE.
+- `WorkersGone` only in a state in which nothing runs that trains; `RunAttempt` only in WAITING or after PRE, or in place in PARKED.
+- Workers are brought to the barrier only where the mesh says so, or by a failure of their own; a kill, a person's stop and the job's
+  end are never answered in place.
 - A stop order from a person makes this node leave: its workers end first, then the mesh is told, then the agent ends with 128 + the
   signal. The job goes on elsewhere if it can.
 """
@@ -35,6 +38,7 @@ class State(Enum):
     WAITING = "waiting"
     PRE = "pre-train"
     TRAINING = "training"
+    PARKED = "parked"
     DONE = "done"
     BROKEN = "broken"
     POST = "post-train"
@@ -80,7 +84,10 @@ class RankFailed(msgspec.Struct, frozen=True):
     symptoms: Symptoms = UNKNOWN
 
 
-Event = StartHere | StopHere | JobOver | RankFailed | job.Begin | job.ScriptEnded | job.AttemptOver | job.StopSignal
+Event = (
+    StartHere | StopHere | JobOver | RankFailed
+    | job.Begin | job.ScriptEnded | job.AttemptOver | job.AttemptBack | job.StopSignal
+)  # fmt: skip
 
 # --- effects for the mesh
 
@@ -113,13 +120,29 @@ class TellLeaving(msgspec.Struct, frozen=True):
 
 
 class RunAttempt(msgspec.Struct, frozen=True):
-    """Start all workers of this node in this world; answer with `AttemptOver`."""
+    """Start all workers of this node in this world (`in_place`: those that wait at the barrier go on, and the missing are started);
+    answer with `AttemptOver`, or `AttemptBack`.
+    """
 
     world: World
+    in_place: bool = False
+
+
+class Recall(msgspec.Struct, frozen=True):
+    """Bring the workers out of their generation, in place where that saves a process; answer with `AttemptBack` or `AttemptOver`."""
 
 
 Effect = (
-    TellFailed | TellFinished | TellGone | TellLeaving | RunAttempt | job.RunScript | job.EndScript | job.StopAttempt | job.End
+    TellFailed
+    | TellFinished
+    | TellGone
+    | TellLeaving
+    | RunAttempt
+    | Recall
+    | job.RunScript
+    | job.EndScript
+    | job.StopAttempt
+    | job.End
 )
 
 _IDLE = (State.WAITING, State.DONE, State.BROKEN)
@@ -139,6 +162,8 @@ class ClusterJob:
         self._told_failure = False
         self.finished = finished
         self._stop_asked: int | None = None
+        self._ending = False
+        """The attempt's processes are being ended: nothing of it goes on in place."""
         self._leaving_said = False
         self._over: JobOver | None = None
         self._last_interrupt_s: float | None = None
@@ -155,8 +180,8 @@ class ClusterJob:
         match event:
             case StartHere(world):
                 return self._start(world)
-            case StopHere(generation, kill):
-                return self._stop_here(generation, kill)
+            case StopHere(generation, kill, in_place):
+                return self._stop_here(generation, kill, in_place and not kill)
             case JobOver():
                 self._over = event
                 return self._job_over()
@@ -164,32 +189,35 @@ class ClusterJob:
                 return self._tell_failed(code, detail, free, symptoms)
             case job.ScriptEnded(code):
                 return self._script_ended(code)
-            case job.AttemptOver() if self.state is State.TRAINING:
+            case job.AttemptOver() if self.state in (State.TRAINING, State.PARKED):
                 return self._attempt_over(event)
+            case job.AttemptBack() if self.state is State.TRAINING:
+                return self._attempt_back(event)
             case job.StopSignal(number, at_once):
                 return self._stop_signal(number, at_once, now_s)
         return []
 
     def validate(self) -> None:
         """Raise AssertionError when an invariant does not hold."""
-        assert self.world is not None or self.state not in (State.PRE, State.TRAINING, State.DONE, State.BROKEN), (
-            "work without a world"
-        )
+        assert self.world is not None or self.state in (State.WAITING, State.POST, State.ENDED), "work without a world"
         assert not self._leaving_said or self.state in (*_IDLE, State.ENDED), "left with something running"
 
     def _start(self, world: World) -> list[Effect]:
-        if self.state not in _IDLE or self.stopped_by is not None or self._over is not None:
+        if self.state not in (*_IDLE, State.PARKED) or self.stopped_by is not None or self._over is not None or self._ending:
             return []
         self.world = world
         self._told_failure = self.finished = False
         self._stop_asked = None
+        if self.state is State.PARKED:
+            self.state = State.TRAINING
+            return [RunAttempt(world, in_place=True)]
         if self.pre_script:
             self.state = State.PRE
             return [job.RunScript("pre")]
         self.state = State.TRAINING
         return [RunAttempt(world)]
 
-    def _stop_here(self, generation: int, kill: bool) -> list[Effect]:
+    def _stop_here(self, generation: int, kill: bool, in_place: bool) -> list[Effect]:
         if self.state in (*_IDLE, State.POST):
             if self.state is not State.POST:
                 self.state = State.WAITING
@@ -197,10 +225,30 @@ class ClusterJob:
         if generation < self.generation:
             return []  # about an older world: nothing of it is here any more
         self._stop_asked = generation
+        if in_place and not self._ending:
+            if self.state is State.TRAINING:
+                return [Recall()]
+            if self.state is State.PARKED:
+                return self._tell_parked()
         return self._end_what_runs(kill)
 
     def _end_what_runs(self, kill: bool) -> list[Effect]:
-        return [job.EndScript(kill)] if self.state in (State.PRE, State.POST) else [job.StopAttempt(kill)]
+        if self.state in (State.PRE, State.POST):
+            return [job.EndScript(kill)]
+        self._ending = True
+        return [job.StopAttempt(kill)]
+
+    def _attempt_back(self, event: job.AttemptBack) -> list[Effect]:
+        if self._ending or self.stopped_by is not None or self._over is not None:
+            return []  # they are being ended: AttemptOver follows
+        self.state = State.PARKED
+        told = self._tell_failed(event.code, "the workers failed", symptoms=event.symptoms) if event.code else []
+        return told + (self._tell_parked() if self._stop_asked is not None else [])
+
+    def _tell_parked(self) -> list[Effect]:
+        asked, self._stop_asked = self._stop_asked, None
+        assert asked is not None
+        return [TellGone(asked, parked=True)]
 
     def _tell_failed(self, code: int, detail: str, free: bool = False, symptoms: Symptoms = UNKNOWN) -> list[Effect]:
         if self._told_failure or self._stop_asked is not None or self._over is not None or self.stopped_by is not None:
@@ -220,16 +268,18 @@ class ClusterJob:
         return told + self._idle(State.BROKEN)
 
     def _attempt_over(self, event: job.AttemptOver) -> list[Effect]:
-        if event.code == 0 and self._stop_asked is None and self.stopped_by is None and self._over is None:
+        ordered = self._stop_asked is not None or self.stopped_by is not None or self._over is not None or self._ending
+        if event.code == 0 and self.state is State.TRAINING and not ordered:
             self.state = State.DONE
             self.finished = True
             return [TellFinished(self.generation)]
-        told = self._tell_failed(event.code, "the workers failed", symptoms=Symptoms(final=event.final)) if event.code else []
+        told = self._tell_failed(event.code, "the workers failed", symptoms=event.symptoms) if event.code else []
         return told + self._idle(State.BROKEN)
 
     def _idle(self, state: State) -> list[Effect]:
         """Nothing runs any more: say so to whoever waits for it."""
         self.state = state
+        self._ending = False
         effects: list[Effect] = []
         if self._stop_asked is not None:
             effects.append(TellGone(self._stop_asked))
@@ -264,7 +314,7 @@ class ClusterJob:
     def _job_over(self) -> list[Effect]:
         over = self._over
         assert over is not None
-        if self.state in (State.PRE, State.TRAINING):
+        if self.state in (State.PRE, State.TRAINING, State.PARKED):
             return self._end_what_runs(kill=False)
         if self.state is State.POST:
             return []

@@ -12,7 +12,9 @@ Invariants
 - A stop order always ends the job with 128 + its signal, however cleanly the workers ended, and it is never undone by a restart.
 - Each restart spends one of `--max-restarts`, save two kinds that are not the job's fault: the death of an agent (the node failure
   budget counts those) and a rendezvous port that another program took in the moment between choosing and using it (bounded).
-- `restart_count` grows by one with every new attempt, whatever the reason, and is what all ranks see.
+- `restart_count` grows by one with every new attempt or generation, whatever the reason, and is what all ranks see.
+- With --inprocess-restart the rung of each restart is `policy/escalation.py`'s word; a rung that takes processes is followed once the
+  attempt is over, and asked for once.
 
 `handle` is the only door. Pure: standard library and `wire` only.
 """
@@ -22,7 +24,9 @@ from enum import Enum
 import msgspec
 
 from hyperpodrun.agent.policy.budget import Total, Window
+from hyperpodrun.agent.policy.escalation import decide
 from hyperpodrun.agent.wire import exit_codes
+from hyperpodrun.agent.wire.rungs import UNKNOWN, Decision, Fault, Incident, Rules, Situation, Symptoms
 
 MAX_PORT_RETRIES = 5
 # A person cannot press Ctrl-C twice this fast; a signal sent to keeper and agent alike arrives twice within it.
@@ -59,12 +63,20 @@ class AttemptOver(msgspec.Struct, frozen=True):
     """The attempt is over and nothing of it is left.
 
     `code`: 0, or the exit code of the rank to blame. `port_taken`: it failed because the rendezvous port was in use.
-    `final`: trying again cannot help (the program cannot be executed).
+    `final`: trying again cannot help (the program cannot be executed). `symptoms`: what is known of the failure.
     """
 
     code: int
     port_taken: bool = False
     final: bool = False
+    symptoms: Symptoms = UNKNOWN
+
+
+class AttemptBack(msgspec.Struct, frozen=True):
+    """The generation is over and its workers wait at the restart barrier, or are gone. Fields as in AttemptOver."""
+
+    code: int
+    symptoms: Symptoms = UNKNOWN
 
 
 class StopSignal(msgspec.Struct, frozen=True):
@@ -74,7 +86,7 @@ class StopSignal(msgspec.Struct, frozen=True):
     at_once: bool = False
 
 
-Event = Begin | ScriptEnded | AttemptOver | StopSignal
+Event = Begin | ScriptEnded | AttemptOver | AttemptBack | StopSignal
 
 # --- effects
 
@@ -92,9 +104,12 @@ class EndScript(msgspec.Struct, frozen=True):
 
 
 class RunAttempt(msgspec.Struct, frozen=True):
-    """Start all workers; answer with `AttemptOver`."""
+    """Start all workers (`in_place`: those that wait at the barrier go on, and the missing are started); answer with `AttemptOver`,
+    or `AttemptBack`.
+    """
 
     restart_count: int
+    in_place: bool = False
 
 
 class StopAttempt(msgspec.Struct, frozen=True):
@@ -104,10 +119,14 @@ class StopAttempt(msgspec.Struct, frozen=True):
 
 
 class Restarting(msgspec.Struct, frozen=True):
-    """To be told: another attempt follows. `left`: restarts that remain; `free`: this one was not counted."""
+    """To be told: another attempt follows. `left`: restarts that remain (None: no number was given); `free`: this one was not counted.
+    `in_place`: as this generation, with the processes that are there.
+    """
 
-    left: int
+    left: int | None
     free: bool
+    in_place: bool = False
+    generation: int = 0
 
 
 class GivingUp(msgspec.Struct, frozen=True):
@@ -135,7 +154,12 @@ class Job:
         pre_script: bool = False,
         post_script: bool = False,
         restart_count: int = 0,
+        rules: Rules | None = None,
     ) -> None:
+        self.rules = rules or Rules(max_restarts=restarts.limit)
+        self.history: tuple[Fault, ...] = ()
+        self._decided: Decision | None = None
+        """What follows once the attempt is over; None: nothing was decided yet."""
         self.restarts = restarts
         self.node_failures = node_failures
         self.pre_script = pre_script
@@ -158,7 +182,9 @@ class Job:
                 return self._script_ended(code)
             case AttemptOver() if self._attempt_runs:
                 self._attempt_runs = False
-                return self._attempt_over(event)
+                return self._attempt_over(event, now_s)
+            case AttemptBack() if self._attempt_runs and self.stopped_by is None:
+                return self._attempt_back(event, now_s)
             case StopSignal(number, at_once):
                 return self._stop(number, at_once, now_s)
         return []
@@ -197,7 +223,8 @@ class Job:
         told: list[Effect] = [GivingUp(f"the {which}-train script ended with code {code}")] if code else []
         return told + self._end(code)
 
-    def _attempt_over(self, event: AttemptOver) -> list[Effect]:
+    def _attempt_over(self, event: AttemptOver, now_s: float) -> list[Effect]:
+        decided, self._decided = self._decided, None
         if self.stopped_by is not None:
             return self._end_stopped(self.stopped_by)
         if event.code == 0:
@@ -211,13 +238,47 @@ class Job:
         free = event.port_taken and self.port_retries < MAX_PORT_RETRIES
         if free:
             self.port_retries += 1
+        elif self.rules.inprocess:
+            decision = decided or self._decide(event, now_s)
+            if decision.rung == "end":
+                return [GivingUp(decision.reason), *self._end(decision.code)]
         elif not self.restarts.spend():
             limit = self.restarts.limit
             spent = f"all {limit} restarts are spent" if limit > 1 else "the one restart is spent"
             reason = spent if limit else "no restarts were asked for (--max-restarts)"
             return [GivingUp(reason), *self._end(event.code)]
         self.restart_count += 1
-        return [Restarting(self.restarts.left, free), *self._next_attempt()]
+        return [Restarting(self._left, free), *self._next_attempt()]
+
+    def _attempt_back(self, event: AttemptBack, now_s: float) -> list[Effect]:
+        decision = self._decide(event, now_s)
+        if decision.rung != "inplace":
+            self._decided = decision
+            return [StopAttempt(kill=False)]
+        self.restart_count += 1
+        told = Restarting(self._left, free=False, in_place=True, generation=self.restart_count)
+        return [told, RunAttempt(self.restart_count, in_place=True)]
+
+    def _decide(self, event: AttemptOver | AttemptBack, now_s: float) -> Decision:
+        """With --inprocess-restart: what the policy of rungs says. This node is the whole job."""
+        generation = self.restart_count
+        decision = decide(
+            Situation(
+                rules=self.rules,
+                generation=generation,
+                restarts=self.restarts.used,
+                history=self.history,
+                incidents=(Incident("failed", generation, "", event.code, "", event.symptoms),),
+                now_s=int(now_s),
+            )
+        )
+        self.history = decision.history
+        self.restarts.used += decision.counted
+        return decision
+
+    @property
+    def _left(self) -> int | None:
+        return None if self.rules.max_restarts is None else self.restarts.left
 
     def _stop(self, number: int, at_once: bool, now_s: float) -> list[Effect]:
         if self.state is State.ENDED:

@@ -16,6 +16,7 @@ other has ended, so nothing is waited for without end.
       |  <---------------------------- Enter |
       |  Returned -------------------------> |   the function has returned; held until all ranks' have
       |  <------------------------- Released |   go on behind it (an Interrupt instead: the function runs again)
+      |  <------------------------------ End |   instead of Enter or Released: there will be no further world
 
 A message about an older generation is ignored by both sides. Source: unix(7), DESIGN "A fault, end to end".
 """
@@ -136,4 +137,11 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     generation: int
 
 
-ToWorker = Welcome | Enter | Interrupt | Released
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """No world follows: whoever waits at the barrier, or for Released, leaves (SystemExit with `code`)."""
+
+    code: int
+    reason: str
+
+
+ToWorker = Welcome | Enter | Interrupt | Released | End

@@ -42,6 +42,15 @@ def gather(error_file: str | None, tail: Tail, status: int) -> Evidence:
     return Evidence(recorded=recorded, raised=found.raised if found is not None else None, victim=victim)
 
 
+def of_fault(text: str, headline: str) -> Evidence:
+    """What a rank said itself when its function raised: a traceback, or (a reason that it gave) none."""
+    shown = plain_text(text).strip()
+    found = last_exception(shown)
+    recorded = Recorded(plain_text(headline).strip() or shown.rpartition("\n")[2], shown)
+    words = found.origins if found is not None else (recorded.text,)
+    return Evidence(recorded=recorded, victim=all(blames_a_peer(word) for word in words))
+
+
 def read_error_file(path: str) -> Recorded | None:
     """The error file's content; None when there is none that can be read and understood."""
     raw = _read_file(path, ERROR_FILE_LIMIT_BYTES)

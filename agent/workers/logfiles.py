@@ -55,9 +55,11 @@ def make_temporary_folder() -> str:
 
 
 class LogFile:
-    """One stream's copy. `on_trouble(path, reason)` is called when a write is refused for the first time."""
+    """One stream's copy. `on_trouble(path, reason)` is called when a write is refused for the first time. `anew`: what an earlier
+    process wrote there is dropped.
+    """
 
-    def __init__(self, path: str, now_s: Callable[[], float], on_trouble: Callable[[str, str], None]) -> None:
+    def __init__(self, path: str, now_s: Callable[[], float], on_trouble: Callable[[str, str], None], anew: bool = True) -> None:
         self.path = path
         self.missing_bytes = 0
         self._now_s = now_s
@@ -66,7 +68,8 @@ class LogFile:
         self._given_up = False
         self._fd = -1
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            truncate = os.O_TRUNC if anew else 0
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | truncate | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             self._trouble(error)
 

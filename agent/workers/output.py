@@ -32,6 +32,7 @@ GRANDCHILD_S = 0.3
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
 StreamName = Literal["stdout", "stderr"]
+_STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 
 
 class Output:
@@ -48,6 +49,8 @@ class Output:
         self._streams: dict[tuple[int, StreamName], Stream] = {}
         self._helpers: dict[str, list[Stream]] = {}
         self._files: list[LogFile] = []
+        self._with_files = False
+        self._filtered: dict[StreamName, LogFile] = {}
         self._troubles: set[str] = set()
         self._incomplete: dict[str, int] = {}
         self._told_of_drops = False
@@ -106,12 +109,31 @@ class Output:
             self._make_rank_folders()
         self._streams = {}
         self._files = []
-        names: tuple[StreamName, StreamName] = ("stdout", "stderr")
-        for name in names:
-            filters = config.duplicate_stdout_filters if name == "stdout" else config.duplicate_stderr_filters
-            filtered = self._open_file(f"{self._attempt_folder}/filtered_{name}.log") if with_files and filters else None
+        self._with_files = with_files
+        self._filtered = {}
+        for stream in _STREAMS:
+            filters = config.duplicate_stdout_filters if stream == "stdout" else config.duplicate_stderr_filters
+            if with_files and filters:
+                self._filtered[stream] = self._open_file(f"{self._attempt_folder}/filtered_{stream}.log")
             for local_rank in range(len(self._ranks)):
-                self._streams[local_rank, name] = self._worker_stream(local_rank, name, with_files, filters, filtered)
+                self._streams[local_rank, stream] = self._worker_stream(local_rank, stream)
+
+    def begin_generation(self, ranks: Sequence[int], fresh: Sequence[int]) -> None:
+        """The attempt goes on with a new world. Processes that live keep their pipes and files; local ranks in `fresh` get new
+        processes, which write on in the files of those before them.
+        """
+        self._ranks = tuple(ranks)
+        for local_rank in range(len(self._ranks)):
+            try:
+                os.unlink(self.error_file(local_rank))
+            except OSError:
+                pass  # mostly there is none
+            for stream in _STREAMS:
+                if local_rank in fresh:
+                    self._streams[local_rank, stream].close()
+                    self._streams[local_rank, stream] = self._worker_stream(local_rank, stream, anew=False)
+                elif not self._exact:
+                    self._streams[local_rank, stream].voice.prefix = self._shown_prefix(local_rank, stream)
 
     def error_file(self, local_rank: int) -> str:
         """Where this attempt's worker may leave its error (torch.distributed.elastic's `record` does); the folder exists."""
@@ -223,26 +245,32 @@ class Output:
     def _pair(self, local_rank: int) -> list[Stream]:
         return [self._streams[local_rank, "stdout"], self._streams[local_rank, "stderr"]]
 
-    def _worker_stream(
-        self, local_rank: int, name: StreamName, with_files: bool, filters: tuple[str, ...], filtered: LogFile | None
-    ) -> Stream:
+    def _shown_prefix(self, local_rank: int, name: StreamName) -> bytes:
+        brake = self._stdout if name == "stdout" else self._stderr
+        prefix = self._prefix(local_rank)
+        return _coloured(prefix, self._ranks[local_rank]) if _has_colour(brake.console) else prefix
+
+    def _worker_stream(self, local_rank: int, name: StreamName, anew: bool = True) -> Stream:
         config = self._config
+        filters = config.duplicate_stdout_filters if name == "stdout" else config.duplicate_stderr_filters
+        filtered = self._filtered.get(name)
         redirected, teed = _applies(config.redirects, local_rank, name), _applies(config.tee, local_rank, name)
         hidden = config.local_ranks_filter is not None and local_rank not in config.local_ranks_filter
         brake = self._stdout if name == "stdout" else self._stderr
-        prefix = self._prefix(local_rank)
-        shown_prefix = _coloured(prefix, self._ranks[local_rank]) if _has_colour(brake.console) else prefix
-        voice = Voice(shown_prefix, redraws=brake.console.is_terminal)
+        voice = Voice(self._shown_prefix(local_rank, name), redraws=brake.console.is_terminal)
         if self._exact:
             shares = name == "stderr" and self._stdout is self._stderr
             voice = self._streams[local_rank, "stdout"].voice if shares else Voice(exact=True)
         stream = Stream(self._reactor, None if hidden or (redirected and not teed) else brake, voice)
-        if with_files and (redirected or teed):
-            stream.file = self._open_file(f"{self._attempt_folder}/{local_rank}/{name}.log")
+        if self._with_files and (redirected or teed):
+            path = f"{self._attempt_folder}/{local_rank}/{name}.log"
+            if not anew:
+                self._close_file(path)
+            stream.file = self._open_file(path, anew)
         # torchrun filters what is teed and shown. Where nothing is teed, an empty file would help nobody: all ranks are meant.
         meant = teed or not any(_applies(config.tee, rank, name) for rank in range(len(self._ranks)))
         if filtered is not None and meant and not hidden:
-            stream.matching = (Matching(filters, prefix), filtered)
+            stream.matching = (Matching(filters, self._prefix(local_rank)), filtered)
         return stream
 
     def _prefix(self, local_rank: int) -> bytes:
@@ -254,10 +282,20 @@ class Output:
         values = {"role_name": self._config.role, "rank": self._ranks[local_rank], "local_rank": local_rank}
         return to_bytes(Template(template).safe_substitute(values))
 
-    def _open_file(self, path: str) -> LogFile:
-        file = LogFile(path, self._reactor.now_s, self._trouble)
+    def _open_file(self, path: str, anew: bool = True) -> LogFile:
+        file = LogFile(path, self._reactor.now_s, self._trouble, anew)
         self._files.append(file)
         return file
+
+    def _close_file(self, path: str) -> None:
+        for file in [file for file in self._files if file.path == path]:
+            self._files.remove(file)
+            self._close(file)
+
+    def _close(self, file: LogFile) -> None:
+        file.close()
+        if file.missing_bytes:
+            self._incomplete[file.path] = self._incomplete.get(file.path, 0) + file.missing_bytes
 
     def _end(self, pair: list[Stream], on_drained: Callable[[], None]) -> None:
         held_open = [stream for stream in pair if stream.drain()]
@@ -287,9 +325,7 @@ class Output:
             stream.drain()
             stream.close()
         for file in self._files:
-            file.close()
-            if file.missing_bytes:
-                self._incomplete[file.path] = file.missing_bytes
+            self._close(file)
         self._files = []
 
     def _trouble(self, path: str, reason: str) -> None:

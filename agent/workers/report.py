@@ -14,6 +14,7 @@ import msgspec
 from hyperpodrun.agent.health.shm import ShmFigures
 from hyperpodrun.agent.policy.blame import Evidence, WorkerEnd
 from hyperpodrun.agent.wire.exit_codes import from_wait_status, signal_name, signal_of_wait_status
+from hyperpodrun.agent.wire.rungs import Asked
 from hyperpodrun.agent.workers.lines import Tail
 from hyperpodrun.agent.workers.plain import plain, plain_text
 
@@ -21,6 +22,7 @@ LAST_LINES = 50
 LINE_CHARS = 2000
 """A longer line is cut: one line of binary noise must not fill the screen."""
 TRACEBACK_LINES = 80
+SHORT_LINES = 5
 OTHERS_SHOWN = 16
 FATAL_PREFIX = "Fatal Python error"
 
@@ -32,6 +34,7 @@ class FailedRank(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence = Evidence()
     tail: Tail = Tail()
     log_files: tuple[str, ...] = ()
+    rung: Asked = ""
 
 
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,12 +71,16 @@ def headline(root: FailedRank, about: Circumstances) -> str:
     if end.unkillable:
         what = "could not be killed: the kernel holds it"
     elif end.hung:
-        what = f"was hung and had to be stopped ({ending(end.status)})"
+        what = "was hung" if end.why else f"was hung and had to be stopped ({ending(end.status)})"
+    elif end.left:
+        what = "failed"
     line = f"rank {end.rank} (local rank {end.local_rank}, pid {end.pid}) on {about.host} {what}"
     line += f", {_seconds(end.at_s - about.started_at_s)} after the start"
     if about.restart_count:
         line += f" (restart {about.restart_count})"
-    if cause := exception_line(root):
+    if end.why:
+        line += f": {plain(end.why)}"
+    elif cause := exception_line(root):
         line += f": {cause}" if _exception_is_certain(root) else f"; the last exception in its output is {cause}"
     return line
 
@@ -161,6 +168,22 @@ def _others(root: FailedRank, others: Sequence[FailedRank]) -> list[str]:
     return lines
 
 
+def render_short(root: FailedRank, victims: int, about: Circumstances) -> str:
+    """A fault that is healed in place, in a few lines: the head line, the end of the traceback, what follows. `victims`: so many
+    other ranks failed because of it.
+    """
+    lines = [headline(root, about)]
+    traceback = _traceback(root)
+    if traceback:
+        lines += _indent(_lines(traceback, TRACEBACK_LINES)[-SHORT_LINES:])
+    elif not root.end.left and not root.end.hung and any(line.strip() for line in root.tail.stderr):
+        lines += _last_output(root, beside_traceback=False)[-SHORT_LINES:]
+    if victims:
+        lines.append(f"{victims} other ranks failed with it" if victims > 1 else "another rank failed with it")
+    lines.append(about.next_step)
+    return "\n".join(lines)
+
+
 def _other(root: FailedRank, other: FailedRank) -> str:
     delay_s = other.end.at_s - root.end.at_s
     if abs(delay_s) < 0.05:
@@ -169,7 +192,7 @@ def _other(root: FailedRank, other: FailedRank) -> str:
         when = f"{_seconds(delay_s)} later" if delay_s > 0 else f"seen {_seconds(-delay_s)} earlier"
     if other.end.unkillable:
         return f"rank {other.end.rank} could not be killed: the kernel holds it"
-    line = f"rank {other.end.rank} {ending(other.end.status)}, {when}"
+    line = f"rank {other.end.rank} {'failed' if other.end.left else ending(other.end.status)}, {when}"
     if other.end.hung:
         return f"{line}: it was hung"
     if other.evidence.victim:

@@ -13,8 +13,10 @@ Pure but for reading /proc, whose root is given in tests. Sources: proc(5), sign
 """
 
 import os
+import re
 import signal
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -22,6 +24,10 @@ from hyperpodrun.agent.wire import launch
 
 DUMP_SIGNAL = signal.SIGRTMAX - launch.STACK_DUMP_SIGNAL_OFFSET
 THREAD_LINES = 24
+# faulthandler.c, which lists the main thread last: dump_traceback, _Py_DumpTracebackThreads
+_THREAD_HEAD = re.compile(r"(?:Thread|Current thread) 0x[0-9a-f]+.* \(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line \d+ in (\S+)')
+_WAITS = "/torch/distributed/"
 
 _STATES = {
     "R": "running",
@@ -75,6 +81,33 @@ def plan(pid: int, env: Mapping[str, str], proc: str = "/proc") -> DumpPlan:
         command = (py_spy, "dump", "--nonblocking", "--pid", str(pid))
         return DumpPlan(pid, command=command, facts=facts)
     return DumpPlan(pid, facts=facts)
+
+
+def waits_in(lines: Sequence[str]) -> str | None:
+    """The call of torch.distributed in which the last stack dump in a rank's stderr shows its main thread; "" for none, None where
+    there is no dump.
+    """
+    heads = [at for at, line in enumerate(lines) if _THREAD_HEAD.search(line)]
+    if not heads:
+        return None
+    for line in lines[heads[-1] + 1 :]:
+        if (frame := _FRAME.search(line)) and _WAITS in frame.group(1):
+            return frame.group(2)
+    return ""
+
+
+def out_of_step(waits: Mapping[int, str | None]) -> frozenset[int]:
+    """Of ranks that all are still, those that the others wait for, as far as `waits_in` tells: who waits in no call of
+    torch.distributed, else who waits in another one than most. Empty: it does not tell.
+    """
+    told = {rank: call for rank, call in waits.items() if call is not None}
+    calls = Counter(told.values())
+    if len(calls) < 2:
+        return frozenset()
+    most, count = calls.most_common(1)[0]
+    if "" in calls:
+        return frozenset(rank for rank, call in told.items() if not call)
+    return frozenset(rank for rank, call in told.items() if call != most) if 2 * count > len(told) else frozenset()
 
 
 def catches(pid: int, number: int, proc: str = "/proc") -> bool:

@@ -75,7 +75,6 @@ def _not_yet(effect: str) -> str:
     return f"checked, but not active in this release: {effect}"
 
 
-_INPROCESS = _not_yet("faults are answered by restarting processes")
 _ALONE = "this job has one node, so no other agent is contacted"
 _UNSAFE = (
     "UNSAFE: should most nodes fall silent for so long, this one takes them for dead and trains on without them; "
@@ -271,15 +270,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     # In-process restart
     Option(
-        name="inprocess-restart", origin="own", group=INPROCESS, kind=kinds.FLAG, note=_INPROCESS,
+        name="inprocess-restart", origin="own", group=INPROCESS, kind=kinds.FLAG,
         help="Restart workers wrapped by HPWrapper inside their processes.",
     ),
     Option(
-        name="inprocess-timeout", origin="own", group=INPROCESS, kind=kinds.seconds(), default="120", note=_INPROCESS,
+        name="inprocess-timeout", origin="own", group=INPROCESS, kind=kinds.seconds(), default="120",
         help="All local ranks must be back at the restart barrier within this time, else processes are restarted.",
     ),
     Option(
-        name="abort-timeout", origin="own", group=INPROCESS, kind=kinds.seconds(), default="60", note=_INPROCESS,
+        name="abort-timeout", origin="own", group=INPROCESS, kind=kinds.seconds(), default="60",
         help="Longest time an in-process abort may take before the process is killed.",
     ),
     # Health
@@ -290,7 +289,6 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="hang-timeout", origin="own", group=HEALTH, kind=kinds.seconds(), unset="off",
-        note=_not_yet("hangs are not looked for"),
         help="Longest time without progress (heartbeat or collective) before it counts as a fault.",
     ),
     Option(

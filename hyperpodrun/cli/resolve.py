@@ -52,9 +52,11 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
     log_dir = settings.find("log-dir", str)
     if log_dir is not None:
         machine.check_log_dir(log_dir, settings.source("log-dir"), create=not settings.on("dry-run"))
+    named, origin = job_id(settings, environment, _common_id(mesh) if mesh else chance_id)
     return JobConfig(
         program=what,
-        job_id=job_id(settings, environment, _common_id(mesh) if mesh else chance_id)[0],
+        job_id=named,
+        job_id_by_chance=origin == "chance" and mesh is None,
         min_nodes=nodes.minimum,
         max_nodes=nodes.maximum,
         nproc_per_node=workers,
@@ -84,6 +86,10 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         shutdown_signal=settings.get("shutdown-signal", int),
         shutdown_timeout_s=settings.get("shutdown-timeout", float),
         exit_skew_timeout_s=settings.get("exit-skew-timeout", float),
+        inprocess_restart=settings.on("inprocess-restart"),
+        inprocess_timeout_s=settings.get("inprocess-timeout", float),
+        abort_timeout_s=settings.get("abort-timeout", float),
+        hang_timeout_s=settings.find("hang-timeout", float),
         pre_train_script=settings.find("pre-train-script", str),
         pre_train_args=settings.find("pre-train-args", tuple) or (),
         post_train_script=settings.find("post-train-script", str),

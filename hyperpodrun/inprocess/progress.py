@@ -10,6 +10,7 @@ Invariant: `steps` and `calls` only grow within a generation; `begin` starts the
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ class Counters:
 
     def __init__(self) -> None:
         self.last_step = -1
+        self.on_first_step: Callable[[], object] = _nothing
+        """Called with the first step of a generation, by the function's thread."""
         self.begin()
 
     def begin(self) -> None:
@@ -46,6 +49,8 @@ class Counters:
         self._steps += 1
         self.last_step = step
         self._moved_at_s = time.monotonic()
+        if self._steps == 1:
+            self.on_first_step()
 
     def note_call(self, ping: bool = False) -> None:
         """Something has been done."""
@@ -79,6 +84,10 @@ class Counters:
             step=self.last_step,
             pinged_at_s=self._pinged_at_s,
         )
+
+
+def _nothing() -> None:
+    pass
 
 
 counters = Counters()

@@ -34,6 +34,8 @@ class Session:
         self.generation = -1
         self.stage: link.Stage = "waiting"
         self.reason = ""
+        self.told_at_s: float | None = None
+        """When the order to leave the present generation arrived, if it has (time.time)."""
         self._pid = os.getpid()
         self._line: Line | None = None
         self._changed = threading.Condition()
@@ -41,6 +43,7 @@ class Session:
         self._left = -1  # generations up to this one have been left, or are being
         self._interrupted = -1
         self._released = -1
+        self._ending: link.End | None = None
         self._lost = False
         self._stopper: threading.Thread | None = None
 
@@ -60,6 +63,7 @@ class Session:
             if not self._changed.wait_for(lambda: self.welcome is not None or self._lost, WELCOME_S) or self._lost:
                 raise InternalError("the agent of this node did not answer this process; is it one of its workers?")
         self._line.beat_with(self._beat)
+        counters.on_first_step = self._tell_first_step
         if self.welcome is not None and self.welcome.hang_timeout_s is not None:
             threading.Thread(target=self._count, name="hyperpodrun-count", daemon=True).start()
         return True
@@ -103,9 +107,11 @@ class Session:
         with self._changed:
             while self._entry is None or self._entry.generation <= self.generation:
                 self._check_line()
+                self._check_end()
                 self._changed.wait()
             self.generation = self._entry.generation
             self.reason = self._entry.reason
+            self.told_at_s = None
             return self._entry
 
     def set_stage(self, stage: link.Stage, tell: bool = True) -> None:
@@ -147,6 +153,7 @@ class Session:
                 if self._interrupted >= self.generation:
                     return False
                 self._check_line()
+                self._check_end()
                 self._changed.wait()
 
     def fault(self, kind: str, headline: str, text: str = "", rung: link.Rung = "") -> None:
@@ -161,6 +168,10 @@ class Session:
         if self._lost:
             raise InternalError("the agent of this node has ended; its workers end with it")
 
+    def _check_end(self) -> None:
+        if self._ending is not None:
+            raise SystemExit(self._ending.code)
+
     # --- the line's thread
 
     def _receive(self, message: link.ToWorker) -> None:
@@ -172,11 +183,14 @@ class Session:
             elif isinstance(message, link.Enter):
                 if self._entry is None or message.generation > self._entry.generation:
                     self._entry = message
+            elif isinstance(message, link.End):
+                self._ending = message
             elif isinstance(message, link.Released):
                 self._released = max(self._released, message.generation)
             elif isinstance(message, link.Interrupt) and message.generation > max(self._interrupted, self._left):
                 self._interrupted = message.generation
                 self.reason = message.reason
+                self.told_at_s = time.time()
                 if message.generation >= self.generation and self.stage == "function":
                     self._start_stopper(message.reason)
             self._changed.notify_all()
@@ -205,6 +219,11 @@ class Session:
         watched = self.welcome is not None and self.welcome.hang_timeout_s is not None and stage == "function"
         self._watch_heart(stage, now.pinged_at_s)
         return link.Beat(self.generation, stage, now.steps, now.calls, now.still_s if watched else None)
+
+    def _tell_first_step(self) -> None:
+        """At once: whether a generation got anywhere decides what follows its end, and that may come before the next beat."""
+        if (beat := self._beat()) is not None:
+            self.send(beat)
 
     def _watch_heart(self, stage: str, pinged_at_s: float | None) -> None:
         limit_s = self.heartbeat_timeout_s

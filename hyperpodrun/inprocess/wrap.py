@@ -205,6 +205,7 @@ class _Rounds:
         session = self._session
         if session.interrupted():
             return
+        self._trace("fault", describe.headline(error))
         restart = isinstance(error, RestartRequested)
         kind = "RestartRequested" if restart else describe.kind_of(error)
         rung = error.rung if isinstance(error, RestartRequested) else ""
@@ -212,6 +213,8 @@ class _Rounds:
 
     def _leave(self, error: BaseException | None) -> None:
         """From the function to the barrier. Raises when this process cannot be used again; the agent knows by then."""
+        if (told_at_s := self._session.told_at_s) is not None:
+            self._trace("told", at_s=told_at_s)
         try:
             self._stage("aborting")
             limit_s = self._session.abort_limit_s(self._options.abort_timeout_s)
@@ -240,12 +243,12 @@ class _Rounds:
         self._trace(stage)
         _inject(stage)
 
-    def _trace(self, stage: str, reason: str = "") -> None:
+    def _trace(self, stage: str, reason: str = "", at_s: float | None = None) -> None:
         path = self._options.trace_file_path
         if path is None:
             return
         line = {
-            "t": time.time(),
+            "t": time.time() if at_s is None else at_s,
             "rank": self._caller.rank,
             "pid": os.getpid(),
             "generation": self._caller.generation,

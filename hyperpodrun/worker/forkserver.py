@@ -59,6 +59,10 @@ def main() -> None:
     run_main.run(program)
 
 
+_EARLY = frozenset({"torch", "msgspec"})
+"""What stands behind the imports that are made early, by its first name."""
+
+
 def _load(program: launch.Program, flags: list[str], asked: list[str]) -> launch.Ready | launch.Unfit:
     ours = frozenset(sys.modules) - _BARE
     try:
@@ -68,7 +72,7 @@ def _load(program: launch.Program, flags: list[str], asked: list[str]) -> launch
     if path := preload.shadowed(sys.path[0] if sys.path else "", ours):
         return launch.Unfit(f"{path} has the name of a module that is already imported")
     named, skipped = preload.named_in(preload.source_of(program))
-    if named and (path := preload.shadowed(sys.path[0] if sys.path else "", frozenset({"torch"}))):
+    if named and (path := preload.shadowed(sys.path[0] if sys.path else "", _EARLY)):
         skipped = f"{path} is imported in its place"  # the user's own code: only ranks may run it
     try:
         preload.load([] if skipped else named)

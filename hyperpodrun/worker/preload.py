@@ -1,8 +1,8 @@
 """Which modules a forkserver may import before it forks, and whether it is fit to fork afterwards.
 
 Of a script only the text is looked at, none of it runs: the torch modules that it imports by name, wherever in the file, are
-the ones imported early. They are left to the workers when the text does something first that can change what that import does:
-sets a variable torch reads at import, or changes the front of sys.path.
+the ones imported early, and the wrapper with them. They are left to the workers when the text does something first that can
+change what that import does: sets a variable torch reads at import, or changes the front of sys.path.
 
 A process may be forked when nothing lives in it that a fork leaves behind or shares: no other thread, no open GPU, no tracer.
 OpenBLAS's idle threads are the exception, since it ends and restarts its pool around fork by handlers of its own
@@ -70,7 +70,7 @@ def _file_of_module(name: str) -> str | None:
 
 
 def named_in(path: str | None) -> tuple[list[tuple[str, list[str]]], str]:
-    """The torch imports in a source file as (module, names), and why they are not to be made early ("" if they may be)."""
+    """The imports in a source file to be made early as (module, names), and why they are not to be ("" if they may be)."""
     try:
         with open(path or "", "rb") as file:
             text = file.read()
@@ -95,13 +95,19 @@ def torch_imports(tree: "ast.Module") -> tuple[list[tuple[str, list[str]]], str]
     obstacle, first_line = "", 0
     for node in _in_order(tree):
         if isinstance(node, ast.Import):
-            found += [(alias.name, []) for alias in node.names if _is_torch(alias.name)]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and _is_torch(node.module or ""):
-            found.append((node.module or "", [alias.name for alias in node.names if alias.name != "*"]))
-        elif not found and not obstacle:
+            found += [(alias.name, []) for alias in node.names if _is_torch(alias.name) or _is_wrapper(alias.name)]
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.level == 0
+            and (_is_torch(module := node.module or "") or _is_wrapper(module))
+        ):
+            found.append((module, [alias.name for alias in node.names if alias.name != "*"]))
+        elif not obstacle and not any(_is_torch(module) for module, _ in found):
             obstacle = _obstacle(node)
             first_line = getattr(node, "lineno", 0)
-    return found, f"line {first_line} {obstacle} before torch is imported" if found and obstacle else ""
+    if not any(_is_torch(module) for module, _ in found):
+        return [], ""  # the wrapper alone is not worth it
+    return found, f"line {first_line} {obstacle} before torch is imported" if obstacle else ""
 
 
 def _in_order(node: "ast.AST") -> Iterator["ast.AST"]:
@@ -115,6 +121,11 @@ def _in_order(node: "ast.AST") -> Iterator["ast.AST"]:
 
 def _is_torch(name: str) -> bool:
     return name == "torch" or name.startswith("torch.")
+
+
+def _is_wrapper(name: str) -> bool:
+    """A process that takes a dead one's place is waited for: the wrapper's import would be a quarter of its start."""
+    return name == "hyperpodrun.inprocess" or name.startswith("hyperpodrun.inprocess.")
 
 
 def _obstacle(node: "ast.AST") -> str:

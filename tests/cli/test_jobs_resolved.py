@@ -21,7 +21,9 @@ NOTHING, OUT, ERR, BOTH = Streams(), Streams(stdout=True), Streams(stderr=True),
 
 def test_defaults_are_the_agents_own(launcher):
     job = launcher.job("train.py")
-    expected = JobConfig(program=Program("script", "train.py", ()), job_id=job.job_id, redirects=(NOTHING,), tee=(NOTHING,))
+    expected = JobConfig(
+        program=Program("script", "train.py", ()), job_id=job.job_id, job_id_by_chance=True, redirects=(NOTHING,), tee=(NOTHING,)
+    )
     assert job == expected
 
 

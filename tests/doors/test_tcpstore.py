@@ -141,6 +141,26 @@ def test_the_end_of_the_generation_ends_its_waits_and_connections(served):
         assert read(client, 8) == number(0)
 
 
+def test_who_connects_when_the_generation_has_ended_is_greeted_and_sent_away(served):
+    early = served.connect(b"")
+    served.do(lambda: served.store.end("rank 3 failed"))
+    late = served.connect(b"")
+    for client in (early, late):
+        with client:
+            client.sendall(MAGIC + ping(77))
+            assert read(client, 4) == ping(77)[1:]
+            client.sendall(b"\4" + text(b"init/") + number(1))
+            assert closed(client)
+    assert not served.said
+
+
+def test_a_real_client_raises_when_the_generation_has_ended(served):
+    dist = pytest.importorskip("torch.distributed")
+    served.do(lambda: served.store.end("rank 3 failed"))
+    with pytest.raises(dist.DistNetworkError):
+        dist.TCPStore(*served.store.address, 2, False)
+
+
 def ping(pid):
     return b"\x0d" + struct.pack("<I", pid)
 

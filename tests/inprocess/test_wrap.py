@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 
 import pytest
@@ -497,6 +498,21 @@ def test_the_agents_end_ends_the_wait_at_the_barrier(agent: FakeAgent) -> None:
     assert "InternalError: the agent of this node has ended" in agent.output()
 
 
+def test_where_no_world_follows_the_process_leaves_also_if_it_is_deaf_to_signals(agent: FakeAgent) -> None:
+    agent.start(script("import signal\nsignal.signal(signal.SIGTERM, lambda *_: None)\nreturn g"))
+    round_trip(agent)
+    agent.await_message(link.Returned)
+    agent.send(0, link.End(3, "no restarts are left"))
+    assert agent.code() == 3
+
+
+def test_no_world_at_the_barrier(agent: FakeAgent) -> None:
+    agent.start(script("return g"))
+    agent.await_message(link.AtBarrier)
+    agent.send(0, link.End(0, "stopped"))
+    assert agent.code() == 0
+
+
 def test_a_trace_file(agent: FakeAgent) -> None:
     agent.start(script("if g == 0: raise ValueError\nreturn g", "trace_file_path=os.environ['OUT'] + '/trace'"))
     round_trip(agent)
@@ -505,7 +521,30 @@ def test_a_trace_file(agent: FakeAgent) -> None:
     import json
 
     stages = [json.loads(line)["stage"] for line in (agent.folder / "trace").read_text().splitlines()]
-    assert stages == ["function", "aborting", "finalizing", "health check", "waiting", "function", "returned"]
+    assert stages == ["function", "fault", "aborting", "finalizing", "health check", "waiting", "function", "returned"]
+
+
+def test_the_trace_says_when_the_order_came(agent: FakeAgent) -> None:
+    agent.start(script("say('in')\nif g == 0: time.sleep(1000)\nreturn g", "trace_file_path=os.environ['OUT'] + '/trace'"))
+    round_trip(agent)
+    agent.await_line("in")
+    before_s = time.time()
+    agent.interrupt("another rank failed")
+    round_trip(agent)
+    finish(agent)
+    import json
+
+    lines = [json.loads(line) for line in (agent.folder / "trace").read_text().splitlines()]
+    assert [line["stage"] for line in lines[:3]] == ["function", "told", "aborting"]
+    assert before_s <= lines[1]["t"] <= lines[2]["t"]
+
+
+def test_the_first_step_is_told_before_the_next_beat(agent: FakeAgent) -> None:
+    agent.start(script("from hyperpodrun.inprocess import progress\nprogress.note_step(0)\nprogress.note_step(1)\nreturn g"))
+    round_trip(agent)
+    finish(agent)
+    told = [one for one in agent.workers[0].said if isinstance(one, link.Returned) or (isinstance(one, link.Beat) and one.steps)]
+    assert told[0] == link.Beat(0, "function", 1)
 
 
 def test_signals_of_the_user_are_served_at_the_barrier(agent: FakeAgent) -> None:

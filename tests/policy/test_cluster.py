@@ -120,9 +120,52 @@ def test_table_with_scripts(name: str) -> None:
     assert core.state is state
 
 
+RECALL, BACK = StopHere(0, False, in_place=True), job.AttemptBack(0)
+PARKED = cluster.TellGone(0, parked=True)
+IN_PLACE = {
+    "stop in place": ([START, RECALL], [cluster.Recall()], State.TRAINING),
+    "all are at the barrier": ([START, RECALL, BACK], [PARKED], State.PARKED),
+    "the next world goes on with them": ([START, RECALL, BACK, OTHER], [cluster.RunAttempt(world(1), in_place=True)], State.TRAINING),
+    "nothing could be saved": ([START, RECALL, OVER], [GONE], State.WAITING),
+    "then all start anew": ([START, RECALL, OVER, OTHER], [cluster.RunAttempt(world(1))], State.TRAINING),
+    "a failure here, back before anybody asked": (
+        [START, RankFailed(1, "boom"), job.AttemptBack(1)], [], State.PARKED,
+    ),
+    "a failure that nobody told of is told when all are back": (
+        [START, job.AttemptBack(1)], [cluster.TellFailed(0, 1, "the workers failed")], State.PARKED,
+    ),
+    "then asked": ([START, job.AttemptBack(1), RECALL], [PARKED], State.PARKED),
+    "the processes are to end after all": ([START, job.AttemptBack(1), StopHere(0, False)], [POLITE], State.PARKED),
+    "and have": ([START, job.AttemptBack(1), StopHere(0, False), job.AttemptOver(1)], [GONE], State.WAITING),
+    "asked to end while they come back": ([START, RECALL, StopHere(0, False)], [POLITE], State.TRAINING),
+    "what came back then does not count": ([START, RECALL, StopHere(0, False), BACK], [], State.TRAINING),
+    "a kill is never in place": ([START, StopHere(0, True, in_place=True)], [job.StopAttempt(True)], State.TRAINING),
+    "fenced at the barrier": ([START, RECALL, BACK, StopHere(0, True)], [job.StopAttempt(True)], State.PARKED),
+    "all died at the barrier": (
+        [START, RECALL, BACK, job.AttemptOver(1)], [cluster.TellFailed(0, 1, "the workers failed")], State.BROKEN,
+    ),
+    "died there by our own hand: nothing is finished": ([START, RECALL, BACK, OVER], [], State.BROKEN),
+    "and start anew": ([START, RECALL, BACK, job.AttemptOver(1), OTHER], [cluster.RunAttempt(world(1))], State.TRAINING),
+    "the job ends": ([START, RECALL, BACK, JobOver(5)], [POLITE], State.PARKED),
+    "and has": ([START, RECALL, BACK, JobOver(5), job.AttemptOver(143)], [END(5)], State.ENDED),
+    "a person's stop at the barrier": ([START, RECALL, BACK, TERM], [POLITE], State.PARKED),
+    "is not undone by a world": ([START, RECALL, BACK, TERM, OTHER], [], State.PARKED),
+    "and leaves": ([START, RECALL, BACK, TERM, job.AttemptOver(143)], [LEAVING], State.BROKEN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_table_in_place(name: str) -> None:
+    events, effects, state = IN_PLACE[name]
+    core = ClusterJob()
+    assert play(core, *events) == effects
+    assert core.state is state
+
+
 EVENTS = st.one_of(
     st.builds(StartHere, st.integers(0, 3).map(world)),
-    st.builds(StopHere, st.integers(0, 3), st.booleans()),
+    st.builds(StopHere, st.integers(0, 3), st.booleans(), st.booleans()),
+    st.builds(job.AttemptBack, st.sampled_from([0, 3])),
     st.builds(JobOver, st.sampled_from([0, 3, 69])),
     st.builds(RankFailed, st.just(3), st.just("boom"), st.booleans()),
     st.builds(job.ScriptEnded, st.sampled_from([0, 7])),
@@ -135,13 +178,18 @@ EVENTS = st.one_of(
 def test_whatever_comes_in_whatever_order(pre: bool, post: bool, events: list[cluster.Event]) -> None:
     """A driver that answers truthfully: scripts and attempts end only when they run."""
     core = ClusterJob(pre, post)
-    script = attempt = False
+    script = attempt = parked = ending = False
     ends, stopped = [], False
     for number, event in enumerate(events):
         if (isinstance(event, job.ScriptEnded) and not script) or (isinstance(event, job.AttemptOver) and not attempt):
             continue
+        if isinstance(event, job.AttemptBack):
+            if not attempt or parked or ending:
+                continue
+            parked = True
         script = script and not isinstance(event, job.ScriptEnded)
         attempt = attempt and not isinstance(event, job.AttemptOver)
+        parked, ending = parked and attempt, ending and attempt
         effects = core.handle(event, number * 0.3)
         core.validate()
         stopped = stopped or (isinstance(event, job.StopSignal) and not ends)
@@ -152,16 +200,21 @@ def test_whatever_comes_in_whatever_order(pre: bool, post: bool, events: list[cl
                     assert not script and not attempt, "two things at once"
                     assert not stopped, "started after a stop order"
                     script = True
-                case cluster.RunAttempt():
-                    assert not script and not attempt, "two things at once"
-                    assert not stopped, "started after a stop order"
-                    attempt = True
+                case cluster.RunAttempt(_, in_place):
+                    assert not script and in_place == attempt == parked, "two things at once"
+                    assert not stopped and not ending, "started after a stop order"
+                    attempt, parked = True, False
+                case cluster.Recall():
+                    assert attempt and not parked and not ending and not stopped
                 case job.EndScript():
                     assert script, "no script to end"
                 case job.StopAttempt():
                     assert attempt, "no attempt to stop"
-                case cluster.TellGone():
-                    assert not attempt and (not script or core.state is State.POST), "gone was said while something runs"
+                    ending = True
+                case cluster.TellGone(_, in_place):
+                    assert in_place == (attempt and parked)
+                    quiet = not attempt and not script
+                    assert in_place or quiet or core.state is State.POST, "gone was said while something runs"
                 case cluster.TellLeaving():
                     assert not attempt and not script, "left while something runs"
                 case job.End(code):

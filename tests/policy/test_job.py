@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hyperpodrun.agent.policy import job as p
 from hyperpodrun.agent.policy.budget import Total, Window
+from hyperpodrun.agent.wire.rungs import Rules, Symptoms
 
 
 def make(max_restarts: int = 0, pre: bool = False, post: bool = False, node_failures: int | None = None) -> p.Job:
@@ -154,3 +155,73 @@ def test_any_order_of_events_keeps_the_invariants(
     assert ended <= 1
     assert attempts <= 1 + max_restarts + free
     assert free <= p.MAX_PORT_RETRIES
+
+
+def in_place(**rules: object) -> p.Job:
+    limit = rules.get("max_restarts")
+    return p.Job(Total(limit or 0), Window(None, 3600), rules=Rules(inprocess=True, **rules))  # type: ignore[arg-type]
+
+
+HEALABLE, UNHEALABLE = Symptoms(rank=1, in_place=True), Symptoms(rank=1, in_place=False)
+
+
+def test_generation_that_can_be_healed_in_place_is() -> None:
+    job = in_place(max_restarts=2)
+    job.handle(p.Begin(), 0)
+    told, run = job.handle(p.AttemptBack(1, HEALABLE), 1)
+    assert told == p.Restarting(1, free=False, in_place=True, generation=1)
+    assert run == p.RunAttempt(1, in_place=True)
+    assert job.handle(p.AttemptOver(0), 2) == [p.End(0)]
+
+
+def test_without_a_number_of_restarts_none_is_told() -> None:
+    job = in_place()
+    job.handle(p.Begin(), 0)
+    assert job.handle(p.AttemptBack(1, HEALABLE), 1)[0] == p.Restarting(None, free=False, in_place=True, generation=1)
+
+
+def test_spent_budget_ends_what_waits_at_the_barrier_and_then_the_job() -> None:
+    job = in_place(max_restarts=1)
+    job.handle(p.Begin(), 0)
+    job.handle(p.AttemptBack(1, HEALABLE), 1)
+    assert job.handle(p.AttemptBack(3, HEALABLE), 2) == [p.StopAttempt(kill=False)]
+    assert job.handle(p.AttemptOver(3, symptoms=HEALABLE), 3) == [p.GivingUp("the one restart is spent"), p.End(3)]
+
+
+def test_higher_rung_restarts_processes_and_is_counted_once() -> None:
+    job = in_place(max_restarts=5)
+    job.handle(p.Begin(), 0)
+    asked = Symptoms(rank=1, in_place=True, rung="all")
+    assert job.handle(p.AttemptBack(1, asked), 1) == [p.StopAttempt(kill=False)]
+    assert job.handle(p.AttemptOver(1, symptoms=asked), 2) == [p.Restarting(4, free=False), p.RunAttempt(1)]
+
+
+def test_every_rung_is_climbed_by_a_rank_that_never_gets_anywhere() -> None:
+    job = in_place()
+    effects = job.handle(p.Begin(), 0)
+    rungs = []
+    symptoms = Symptoms(rank=1, in_place=True, progressed=False)
+    for now_s in range(1, 20):
+        effects = job.handle(p.AttemptBack(1, symptoms), now_s)
+        if effects == [p.StopAttempt(kill=False)]:
+            effects = job.handle(p.AttemptOver(1, symptoms=symptoms), now_s)
+        if isinstance(effects[-1], p.End):
+            rungs.append("end")
+            break
+        rungs.append("in place" if effects[-1].in_place else "processes")  # type: ignore[union-attr]
+    assert rungs[0] == "in place" and rungs[-1] == "end", rungs
+    assert "processes" in rungs, rungs
+
+
+def test_failure_that_cannot_be_healed_in_place_restarts_processes() -> None:
+    job = in_place(max_restarts=1)
+    job.handle(p.Begin(), 0)
+    assert job.handle(p.AttemptOver(9, symptoms=UNHEALABLE), 1) == [p.Restarting(0, free=False), p.RunAttempt(1)]
+
+
+def test_stop_order_at_the_barrier_wins() -> None:
+    job = in_place(max_restarts=5)
+    job.handle(p.Begin(), 0)
+    assert job.handle(p.StopSignal(signal.SIGTERM), 1) == [p.StopAttempt(kill=False)]
+    assert job.handle(p.AttemptBack(1, HEALABLE), 2) == []
+    assert job.handle(p.AttemptOver(1), 3)[-1] == p.End(143)

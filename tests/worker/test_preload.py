@@ -25,6 +25,11 @@ def found(text):
         ("from torch.nn import *", [("torch.nn", [])]),
         ("def main():\n    import torch", [("torch", [])]),
         ("try:\n    import torch\nexcept ImportError: pass", [("torch", [])]),
+        (
+            "import torch\nfrom hyperpodrun.inprocess.wrap import HPWrapper",
+            [("torch", []), ("hyperpodrun.inprocess.wrap", ["HPWrapper"])],
+        ),
+        ("from hyperpodrun.inprocess.wrap import HPWrapper", []),
         ("import torchvision, torch_xla\nfrom .torch import x\nfrom mine.torch import y\n'import torch'", []),
     ],
 )
@@ -57,6 +62,7 @@ def test_what_must_come_before_the_import(text, obstacle):
     assert (obstacle in reason and "line" in reason) if obstacle else reason == ""
     assert found(f"import torch\n{text}")[1] == ""
     assert found(text) == ([], "")
+    assert bool(obstacle) == bool(found(f"from hyperpodrun.inprocess import wrap\n{text}\nimport torch")[1])
 
 
 def test_the_file_of_a_module_is_found_without_importing(tmp_path, monkeypatch):

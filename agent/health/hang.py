@@ -1,0 +1,187 @@
+"""Which rank hangs: pure, from what workers say of their progress and from their silence.
+
+Theory. A worker's link tells each second for how long its function has made no progress (`Beat.still_s`: steps, collectives, calls of
+ping, entering the function). One hung rank soon stands for all: the others wait for it in a collective, and are as still as it is. So
+when one is still for the timeout, the culprit is looked for among all, best evidence first:
+
+1. silent links (a few beats are enough here): the beats come from a thread of their own, so the process is stopped, or a call holds
+   the interpreter's lock;
+2. ranks that have not entered the function while others wait inside (still importing, or hung before it);
+3. of the still ranks, those with the least count of steps and collectives, where the others have more: who waits in a collective has
+   begun it, who hangs before it has not;
+4. else no one in particular: all still ranks.
+
+As long as some rank of the world, here or elsewhere, has not come to its function, waiting for it is no hang: new processes have to
+import first. Until `assembled` the limit is START_TIMES the timeout, at least START_S.
+
+Silence alone counts too, for ranks inside. A rank without a link that nobody waits for is none of this watch's business: its program
+may know nothing of links.
+
+States: *idle* (no generation runs, or a verdict was given), *watching*.
+Invariants: one verdict a generation; a watch that was late itself (this process stood still) gives everybody `LAST_WORD_S` more.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from hyperpodrun.agent.wire import link
+
+SILENT_BEATS = 5
+QUIET_BEATS = 2.5
+"""Beats that a rank has left out on which others seem to wait."""
+LAST_WORD_S = 1.5
+START_TIMES, START_S = 10.0, 30.0
+"""The limit, in timeouts and at least in seconds, as long as not all ranks of the world are inside."""
+
+_SILENT = "it is stopped, or a call holds the interpreter's lock"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """These local ranks hang, as far as can be told; `why` is for people."""
+
+    local_ranks: tuple[int, ...]
+    why: str
+
+
+class _Rank:
+    __slots__ = ("beaten", "count", "entered", "heard_s", "moved_s")
+
+    def __init__(self, now_s: float) -> None:
+        self.entered = False
+        self.beaten = False
+        self.heard_s = now_s
+        self.moved_s = now_s
+        self.count = (0, 0)
+
+
+class HangWatch:
+    """`timeout_s` is --hang-timeout; None: only progress is noted. Times are of one clock, in seconds."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.silent_s = max(timeout_s or 0.0, SILENT_BEATS * link.BEAT_S)
+        self._ranks: dict[int, _Rank] = {}
+        self._watching = False
+        self._due_s: float | None = None
+        self._assembled_s: float | None = None
+        self._steps_counted = False
+        self._steps = 0
+
+    @property
+    def progressed(self) -> bool:
+        """Has a rank here completed a step in this generation, or can nobody know (none was ever counted in this job)?"""
+        return self._steps > 0 or not self._steps_counted
+
+    def begin(self) -> None:
+        """A generation begins."""
+        self._watching = True
+        self._assembled_s = None
+        self._steps = 0
+
+    def born(self, local_ranks: Iterable[int], now_s: float) -> None:
+        """These ranks have a new process."""
+        for local_rank in local_ranks:
+            self._ranks[local_rank] = _Rank(now_s)
+        self._reckon()
+
+    def entered(self, local_ranks: Iterable[int], now_s: float) -> None:
+        """These ranks enter their function."""
+        for local_rank in local_ranks:
+            rank = self._ranks[local_rank] = _Rank(now_s)
+            rank.entered = True
+        self._reckon()
+
+    def assembled(self, now_s: float) -> None:
+        """All ranks of the world, on all nodes, are inside their function."""
+        self._assembled_s = now_s
+        self._reckon()
+
+    def gone(self, local_rank: int) -> None:
+        """This rank's function has returned, or its process has ended."""
+        self._ranks.pop(local_rank, None)
+        self._reckon()
+
+    def stop(self) -> None:
+        """The generation is over."""
+        self._watching = False
+        self._due_s = None
+
+    def heard(self, local_rank: int, message: link.FromWorker, now_s: float) -> None:
+        """A message of this rank."""
+        rank = self._ranks.get(local_rank)
+        if rank is None:
+            return
+        rank.heard_s = now_s
+        if isinstance(message, link.Beat):
+            if message.steps:
+                self._steps_counted = True
+                self._steps = max(self._steps, message.steps)
+            if message.still_s is not None and rank.entered:
+                rank.beaten = True
+                rank.moved_s = max(rank.moved_s, now_s - message.still_s)
+                rank.count = (message.steps, message.calls)
+        self._reckon()
+
+    def next_deadline_s(self) -> float | None:
+        """When `tick` is due."""
+        return self._due_s
+
+    def tick(self, now_s: float) -> Verdict | None:
+        """Time has passed."""
+        due_s = self._due_s
+        if due_s is None or now_s < due_s:
+            return None
+        if now_s > due_s + LAST_WORD_S:
+            self._due_s = now_s + LAST_WORD_S / 2
+            return None
+        verdict = self._judge(now_s)
+        if verdict is not None:
+            self.stop()
+        return verdict
+
+    # --- inside
+
+    def _reckon(self) -> None:
+        dues = [due_s for rank in self._ranks.values() if (due_s := self._when(rank)) is not None]
+        self._due_s = min(dues, default=None) if self._watching and self.timeout_s is not None else None
+
+    def _when(self, rank: _Rank) -> float | None:
+        """When this rank has been silent, or still, for too long."""
+        if not rank.entered:
+            return None
+        silent_s = rank.heard_s + self.silent_s
+        # A beat later than the timeout: what it said is as old as its last beat.
+        return min(silent_s, self._still_limit_s(rank) + link.BEAT_S) if rank.beaten else silent_s
+
+    def _still_limit_s(self, rank: _Rank) -> float:
+        """When this rank has made no progress for too long."""
+        if self._assembled_s is None:
+            return rank.moved_s + self._patience_s
+        return max(rank.moved_s, self._assembled_s) + (self.timeout_s or 0.0)
+
+    @property
+    def _patience_s(self) -> float:
+        return max(START_TIMES * (self.timeout_s or 0.0), START_S)
+
+    def _judge(self, now_s: float) -> Verdict | None:
+        timeout_s = (self.timeout_s or 0.0) if self._assembled_s is not None else self._patience_s
+        inside = {local_rank: rank for local_rank, rank in sorted(self._ranks.items()) if rank.entered}
+        silent = tuple(r for r, rank in inside.items() if now_s >= rank.heard_s + self.silent_s)
+        if silent:
+            return Verdict(silent, f"its link is silent for {self.silent_s:g} s: {_SILENT}")
+        still = {r: rank for r, rank in inside.items() if rank.beaten and now_s >= self._still_limit_s(rank)}
+        if not still:
+            self._reckon()
+            return None
+        if quiet := tuple(r for r, rank in inside.items() if now_s >= rank.heard_s + QUIET_BEATS * link.BEAT_S):
+            return Verdict(quiet, f"others have made no progress for {timeout_s:g} s, and its link is silent: {_SILENT}")
+        if absent := tuple(
+            r for r, rank in sorted(self._ranks.items()) if not rank.entered and now_s >= rank.heard_s + timeout_s
+        ):
+            return Verdict(absent, f"not in its function while others have waited there for {timeout_s:g} s")
+        least = min(rank.count for rank in inside.values())
+        behind = tuple(r for r, rank in still.items() if rank.count == least)
+        if behind and len(behind) < len(inside):
+            return Verdict(behind, f"no progress for {timeout_s:g} s, and behind the others")
+        return Verdict(tuple(still), f"no progress for {timeout_s:g} s")

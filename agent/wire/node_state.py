@@ -1,0 +1,55 @@
+"""Where the versions of a job's training state lie on a node, for the workers that write them and the agents that remove them.
+
+Workers hold a shared flock(2) on the folder's `lock` as long as they live: a folder whose lock is free belongs to nobody who runs.
+Source: flock(2), tmpfs(5). Standard library only.
+"""
+
+import fcntl
+import os
+import re
+from hashlib import blake2b
+
+BASE = "/dev/shm"
+PREFIX = "hyperpodrun-state"
+_LOCK = "lock"
+
+
+def prefix() -> str:
+    """What the names of this user's folders begin with."""
+    return f"{PREFIX}-{os.getuid()}-"
+
+
+def folder_of(job_id: str, node: str, base: str = BASE) -> str:
+    """Names of any length and letters; the folder need not exist."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", job_id)[:60]
+    tail = blake2b(f"{job_id}\0{node}".encode(), digest_size=6).hexdigest()
+    return os.path.join(base, f"{prefix()}{plain}-{tail}")
+
+
+def hold(folder: str) -> int:
+    """Make the folder if need be; a descriptor that marks it as used. Raises OSError."""
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_used(folder: str) -> bool:
+    """Does a worker live that holds it?"""
+    try:
+        fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # not ours to judge
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

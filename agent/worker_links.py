@@ -1,0 +1,79 @@
+"""Which of the connections at the link's door speaks for which rank.
+
+A worker's main process does, where it connects. Where that is only a shell around the training process, the first restartable process
+below it does. Children that connect for themselves (data loaders) are greeted and speak for nobody.
+
+Invariants: at most one connection a rank; a rank without one hears nothing, and is told of as unlinked once it has lost one.
+"""
+
+from collections.abc import Callable, Mapping
+
+from hyperpodrun.agent.config import JobConfig
+from hyperpodrun.agent.doors.link import Connection, LinkDoor
+from hyperpodrun.agent.reactor import Reactor
+from hyperpodrun.agent.wire import link
+
+
+class WorkerLinks:
+    """`alive()` is local rank -> pid of the workers that run; `said` and `unlinked` tell of ranks."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        config: JobConfig,
+        alive: Callable[[], Mapping[int, int]],
+        said: Callable[[int, link.FromWorker], None],
+        unlinked: Callable[[int], None],
+    ) -> None:
+        self._reactor = reactor
+        self._welcome = link.Welcome(config.inprocess_restart, config.abort_timeout_s, config.hang_timeout_s)
+        self._alive = alive
+        self._said = said
+        self._unlinked = unlinked
+        self._speakers: dict[int, Connection] = {}
+        self._door: LinkDoor | None = None
+
+    def open(self, run_dir: str, say: Callable[[str], None]) -> None:
+        """Listen in the launcher's folder. Raises OSError; without a door workers can only be restarted as processes."""
+        self._door = LinkDoor(self._reactor, run_dir, say, self._message, self._closed, self._alive)
+
+    @property
+    def address(self) -> str:
+        """For the workers (`names.LINK`); "": nobody listens."""
+        return self._door.address if self._door is not None else ""
+
+    def send(self, local_rank: int, message: link.ToWorker) -> None:
+        """To this rank; one without a connection hears nothing."""
+        if connection := self._speakers.get(local_rank):
+            connection.send(message)
+
+    def ended(self, pid: int) -> None:
+        """A worker's process was reaped."""
+        if self._door is not None:
+            self._door.drop(pid)
+
+    def close(self) -> None:
+        """Nobody is heard any more."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def _message(self, connection: Connection, message: link.FromWorker) -> None:
+        local_rank = connection.local_rank
+        if isinstance(message, link.Hello):
+            connection.send(self._welcome)
+            if connection.main or (message.restartable and not self._speaks(local_rank)):
+                self._speakers[local_rank] = connection
+        if self._speakers.get(local_rank) is connection and local_rank in self._alive():
+            self._said(local_rank, message)
+
+    def _speaks(self, local_rank: int) -> bool:
+        connection = self._speakers.get(local_rank)
+        return connection is not None and not connection.closed
+
+    def _closed(self, connection: Connection) -> None:
+        local_rank = connection.local_rank
+        if self._speakers.get(local_rank) is connection:
+            del self._speakers[local_rank]
+            if local_rank in self._alive():
+                self._unlinked(local_rank)

@@ -1,0 +1,89 @@
+"""What a process remembers of its training state while its function is left and entered again.
+
+Theory. A restart inside a process builds new objects, but the old ones are still there, and they hold the newest state that there is.
+So the objects of the last RecoverableState of a name stay alive here until the next one has taken over from them. What changes
+between two commits, or is too small to matter, is kept as bytes at each commit: `common` (schedulers, scalers: the same on all
+ranks) and `private` (samplers, random states, buffers: this rank's own, and those of the ranks whose buddy this one is). Two commits
+of each are kept, since ranks can be one step apart when a fault comes.
+
+States of the live parts: *unborn* (nothing was committed), *whole* at `step`, *torn* (inside an update).
+Invariants: `step` only grows while the marks are of one run of the function; a torn state is never offered.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyperpodrun.recovery.parts import Part
+
+KEPT = 2
+
+
+class Kept:
+    """The newest KEPT values by step."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, bytes] = {}
+
+    def put(self, step: int, value: bytes) -> None:
+        """Remember a value; the oldest goes."""
+        self._values[step] = value
+        while len(self._values) > KEPT:
+            del self._values[min(self._values)]
+
+    def get(self, step: int) -> bytes | None:
+        """The value after that step, if it is still here."""
+        return self._values.get(step)
+
+    def steps(self) -> list[int]:
+        """The steps whose values are here."""
+        return sorted(self._values)
+
+    def cut(self, step: int) -> None:
+        """Forget what came after that step: it will be lived again."""
+        self._values = {at: value for at, value in self._values.items() if at <= step}
+
+
+class Memory:
+    """Of one RecoverableState. `key` is the shard that the live parts are."""
+
+    def __init__(self, key: str, parts: Sequence[Part]) -> None:
+        self.key = key
+        self.parts = parts
+        self.step = -1
+        self.torn = False
+        self.common = Kept()
+        self.private: dict[int, Kept] = {}
+
+    @property
+    def whole(self) -> bool:
+        """Can the live parts be given to others?"""
+        return self.step >= 0 and not self.torn
+
+    def of_rank(self, rank: int) -> Kept:
+        """The private states of that rank."""
+        return self.private.setdefault(rank, Kept())
+
+    def take_over(self, earlier: "Memory", step: int) -> None:
+        """The restart went to `step`: what is known up to there is known still."""
+        self.common, self.private = earlier.common, earlier.private
+        self.common.cut(step)
+        for kept in self.private.values():
+            kept.cut(step)
+
+
+_remembered: dict[str, Memory] = {}
+
+
+def of(name: str) -> Memory | None:
+    """What this process remembers under that name."""
+    return _remembered.get(name)
+
+
+def remember(name: str, memory: Memory) -> None:
+    """From now on this is what the process remembers; the one before may go."""
+    _remembered[name] = memory
+
+
+def forget(name: str) -> Any:
+    """Let it go."""
+    return _remembered.pop(name, None)

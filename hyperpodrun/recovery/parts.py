@@ -1,0 +1,206 @@
+"""The objects of a training state as recovery sees them: tensors by name, and the rest as plain values.
+
+Theory. A part gives its tensors as they are (no copies: `leaves`) and everything else as bytes (the skeleton). `places` says where the
+tensors of another process's part may be written here, `install` makes the object that state. Where an object's
+load_state_dict would change bits (optimizers cast their state to the type of the parameters) or copy needlessly, the part puts
+values in by itself.
+
+Kinds of parts
+- ModelPart      parameters in place. Buffers are not here: a forward pass changes them before the step is committed (private state).
+- OptimizerPart  state set directly, the groups' values too; what appears at the first step is made from the layout.
+- PlainPart      anything with state_dict and load_state_dict (schedulers, scalers, samplers, loaders): its values are copied.
+
+Invariants: leaves of equal layouts pair up by position; the leaves of models and optimizers alias their memory.
+Source: torch.optim.Optimizer.load_state_dict, torch.nn.Module.state_dict, torch.distributed.tensor.DTensor.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hyperpodrun.recovery import codec
+
+_SPREAD = "dtensor"
+Leaves = tuple[list[tuple[str, torch.Tensor]], bytes]
+
+
+class RecoveryError(RuntimeError):
+    """The state cannot be restored into these objects; says which part and why."""
+
+
+class Part(Protocol):
+    """One object of a training state."""
+
+    name: str
+
+    def leaves(self) -> Leaves:
+        """Its tensors by path, and the rest. Raises CodecError."""
+
+    def places(self, leaves: Sequence[codec.Leaf]) -> list[torch.Tensor]:
+        """Dense tensors to write another process's leaves into, the object's own memory where that will do."""
+
+    def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
+        """Make the object that state; `tensors` may be kept. Raises RecoveryError when it does not fit."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor that may be spread over ranks (DTensor), without its gradient."""
+    tensor = tensor.detach()
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+class ModelPart:
+    """The parameters of a module, each once."""
+
+    def __init__(self, name: str, model: torch.nn.Module) -> None:
+        self.name = name
+        self._model = model
+
+    def leaves(self) -> Leaves:
+        """See Part."""
+        return codec.encode(self._here())
+
+    def places(self, leaves: Sequence[codec.Leaf]) -> list[torch.Tensor]:
+        """See Part."""
+        here = self._here()
+        return [_place(leaf, here.get(leaf.path)) for leaf in leaves]
+
+    def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
+        """See Part."""
+        there, here = codec.decode(skeleton, tensors), self._here()
+        if there.keys() != here.keys():
+            raise RecoveryError(f"{self.name}: other parameters than before the restart: {_difference(there, here)}")
+        for name, tensor in here.items():
+            _put(f"{self.name}.{name}", tensor, there[name])
+
+    def _here(self) -> dict[str, torch.Tensor]:
+        return {name: local(parameter) for name, parameter in self._model.named_parameters()}
+
+
+class OptimizerPart:
+    """An optimizer of torch: its state by the position of the parameter, and the values of its groups."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self.name = name
+        self._optimizer = optimizer
+
+    def leaves(self) -> Leaves:
+        """See Part."""
+        state = {
+            place: {key: _gathered(value) for key, value in self._optimizer.state[parameter].items()}
+            for place, parameter in enumerate(self._parameters())
+            if parameter in self._optimizer.state
+        }
+        groups = [
+            {key: len(value) if key == "params" else value for key, value in group.items()}
+            for group in self._optimizer.param_groups
+        ]
+        return codec.encode({"state": state, "groups": groups})
+
+    def places(self, leaves: Sequence[codec.Leaf]) -> list[torch.Tensor]:
+        """See Part."""
+        here = dict(self.leaves()[0])
+        parameters = self._parameters()
+        return [_place(leaf, here.get(leaf.path), _device_of(leaf, parameters)) for leaf in leaves]
+
+    def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
+        """See Part."""
+        there = codec.decode(skeleton, tensors)
+        groups, parameters = self._optimizer.param_groups, self._parameters()
+        if [group["params"] for group in there["groups"]] != [len(group["params"]) for group in groups]:
+            raise RecoveryError(f"{self.name}: its groups do not hold as many parameters as before the restart")
+        for group, values in zip(groups, there["groups"], strict=True):
+            for key, value in values.items():
+                if key != "params":
+                    group[key] = _over(group.get(key), value)
+        self._optimizer.state.clear()
+        for place, values in there["state"].items():
+            parameter = parameters[place]
+            self._optimizer.state[parameter] = {key: _spread(value, parameter) for key, value in values.items()}
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+
+class PlainPart:
+    """Anything with state_dict and load_state_dict."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        self.name = name
+        self._thing = thing
+
+    def leaves(self) -> Leaves:
+        """See Part."""
+        return codec.encode(self._thing.state_dict())
+
+    def places(self, leaves: Sequence[codec.Leaf]) -> list[torch.Tensor]:
+        """See Part."""
+        return [codec.empty(leaf, leaf.device) for leaf in leaves]
+
+    def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
+        """See Part. What the object's own load_state_dict raises is raised."""
+        self._thing.load_state_dict(codec.decode(skeleton, [tensor.clone() for tensor in tensors]))
+
+
+def part_of(name: str, thing: Any) -> Part:
+    """The part for an object. Raises TypeError for one that has no state."""
+    if isinstance(thing, torch.nn.Module):
+        return ModelPart(name, thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        return OptimizerPart(name, thing)
+    if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+        return PlainPart(name, thing)
+    raise TypeError(f"{name}: a {type(thing).__qualname__} has no state_dict() and load_state_dict(), so it cannot be recovered")
+
+
+def _place(leaf: codec.Leaf, here: torch.Tensor | None, device: torch.device | str | None = None) -> torch.Tensor:
+    if here is not None:
+        fits = tuple(here.shape) == leaf.shape and here.dtype == codec.torch_dtype(leaf.dtype)
+        if fits and here.is_contiguous() and not here.is_conj() and not here.is_neg():
+            return here
+        device = device or here.device
+    return codec.empty(leaf, device or leaf.device)
+
+
+def _put(path: str, here: torch.Tensor, there: torch.Tensor) -> None:
+    if here.shape != there.shape or here.dtype != there.dtype:
+        raise RecoveryError(
+            f"{path} is {tuple(here.shape)} {here.dtype}, it was {tuple(there.shape)} {there.dtype} before the restart"
+        )
+    if here.data_ptr() != there.data_ptr() or here.stride() != there.stride() or here.device != there.device:
+        here.copy_(there)
+
+
+def _over(here: Any, there: Any) -> Any:
+    """A group's value; a tensor that is there already (a learning rate that a graph has captured) is kept and filled."""
+    if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.shape == there.shape:
+        here.copy_(there)
+        return here
+    return there
+
+
+def _gathered(value: Any) -> Any:
+    return (_SPREAD, local(value)) if hasattr(value, "to_local") else value
+
+
+def _spread(value: Any, like: torch.Tensor) -> Any:
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == _SPREAD:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(value[1], like.device_mesh, like.placements, run_check=False)  # type: ignore[attr-defined]  # a DTensor
+    return value
+
+
+def _device_of(leaf: codec.Leaf, parameters: Sequence[torch.Tensor]) -> torch.device | None:
+    """State on a device lives where its parameter does here; state on the CPU (a step counter) stays there."""
+    kind, place, *_ = [*leaf.path.split("."), "", ""]
+    if leaf.device == "cpu" or kind != "state" or not place.isdigit() or int(place) >= len(parameters):
+        return None
+    return parameters[int(place)].device
+
+
+def _difference(there: Any, here: Any) -> str:
+    lost, new = [*(there.keys() - here.keys())], [*(here.keys() - there.keys())]
+    return f"{len(lost)} are gone ({', '.join(sorted(lost)[:3])}), {len(new)} are new ({', '.join(sorted(new)[:3])})"

@@ -1,0 +1,229 @@
+"""Who gets what from whom after a restart: a pure function that every rank computes for itself.
+
+Theory. After a restart each rank of the new world publishes an `Offer`: which shards it needs, and which versions of which shards it
+can give, from its own live memory, from a copy that it keeps for others, or from its node's shared memory. A *version* is the state
+after one step was committed; holders of a version of a shard hold the same bytes. The plan takes the newest version that is *whole*:
+each shard that anybody needs has a holder of it. All offers in, the same plan out, on every rank: nobody has to decide for the others.
+
+A rank that must fetch overwrites what it has. As long as only one rank holds the version chosen, the last live holder of the newest
+whole version before it waits (wave 1) until another one has it (wave 0): a second fault meanwhile then finds a whole version still.
+
+Invariants: nothing is fetched at another step than the plan's; the byte ranges that a rank fetches of a shard cover it once; a rank
+that holds the version live fetches nothing of that shard; nobody fetches from itself but out of shared memory or a copy.
+
+States: none. Source: DESIGN "A fault, end to end", SEED part 5.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["live", "copy", "shm"]
+_KINDS: tuple[Kind, ...] = ("live", "copy", "shm")
+STRIPE_BYTES = 32 << 20
+"""Shards larger than this are fetched from several holders at once."""
+MAX_STRIPES = 4
+ALIGN_BYTES = 64
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """One version of one shard. `layout` is the digest of its names, types and shapes, `content` that of its bytes ("": unknown)."""
+
+    shard: str
+    step: int
+    kind: Kind
+    nbytes: int
+    layout: str = ""
+    content: str = ""
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank needs and has. `group` is its topology key; `stored` the step of a stored checkpoint that it can load, -1: none."""
+
+    rank: int
+    node: str
+    needs: tuple[str, ...]
+    holdings: tuple[Holding, ...] = ()
+    group: str = ""
+    stored: int = -1
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True):
+    """`rank` gets bytes `start` to `stop` of `shard` from what `source` has in `kind`."""
+
+    rank: int
+    shard: str
+    source: int
+    kind: Kind
+    start: int
+    stop: int
+    wave: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Restore the state after `step`. `why`: one line for people."""
+
+    step: int
+    fetches: tuple[Fetch, ...]
+    why: str
+
+    def of(self, rank: int) -> tuple[Fetch, ...]:
+        """What this rank fetches."""
+        return tuple(fetch for fetch in self.fetches if fetch.rank == rank)
+
+    def from_rank(self, rank: int) -> tuple[Fetch, ...]:
+        """What others fetch from this rank."""
+        return tuple(fetch for fetch in self.fetches if fetch.source == rank and fetch.rank != rank)
+
+    @property
+    def waves(self) -> int:
+        """How many there are."""
+        return 1 + max((fetch.wave for fetch in self.fetches), default=0)
+
+
+class Infeasible(msgspec.Struct, frozen=True):
+    """Memory does not hold a whole version. `stored`: the stored checkpoint's step that all ranks can load, -1: begin afresh."""
+
+    why: str
+    stored: int = -1
+
+
+class Contradiction(ValueError):
+    """Holders of one version differ: they are no replicas of each other, and restoring would mix two models."""
+
+
+def make(offers: Sequence[Offer]) -> Plan | Infeasible:
+    """The plan for these offers, one of each rank. Raises Contradiction."""
+    by_rank = {offer.rank: offer for offer in offers}
+    needed = sorted({shard for offer in offers for shard in offer.needs})
+    holders = _holders(by_rank)
+    stored = min((offer.stored for offer in offers), default=-1)
+    steps = sorted({step for shard, step in holders if shard in set(needed)}, reverse=True)
+    whole = [step for step in steps if all((shard, step) in holders for shard in needed)]
+    if not whole:
+        return Infeasible(_why_not(needed, holders, steps), stored)
+    step = whole[0]
+    if stored > step:
+        return Infeasible(f"memory holds the state after step {step}, a stored checkpoint that after step {stored}", stored)
+    for shard in needed:
+        _agree(shard, step, holders[shard, step])
+    fetches = _fetches(by_rank, holders, step)
+    if len(whole) > 1:
+        fetches = _held_back(fetches, holders, step, whole[1])
+    return Plan(step, tuple(fetches), _why(step, steps, fetches))
+
+
+def feasible(offers: Sequence[Offer]) -> tuple[bool, str]:
+    """Can memory alone bring the job back, and why (not)?"""
+    made = make(offers)
+    return isinstance(made, Plan), made.why
+
+
+_Holders = Mapping[tuple[str, int], list[tuple[int, Holding]]]
+
+
+def _holders(by_rank: Mapping[int, Offer]) -> _Holders:
+    found: dict[tuple[str, int], list[tuple[int, Holding]]] = defaultdict(list)
+    for rank in sorted(by_rank):
+        for holding in by_rank[rank].holdings:
+            found[holding.shard, holding.step].append((rank, holding))
+    return found
+
+
+def _agree(shard: str, step: int, held: Sequence[tuple[int, Holding]]) -> None:
+    first_rank, first = held[0]
+    for rank, holding in held[1:]:
+        same = holding.layout == first.layout and holding.nbytes == first.nbytes
+        if not same or (holding.content and first.content and holding.content != first.content):
+            what = "parameters of other shapes" if not same else "other values"
+            raise Contradiction(
+                f"ranks {first_rank} and {rank} hold {what} for {shard!r} after step {step}: they are no replicas of each other. "
+                "Say which ranks are with RecoverableState(replica_group=...)"
+            )
+
+
+def _fetches(by_rank: Mapping[int, Offer], holders: _Holders, step: int) -> list[Fetch]:
+    load: dict[int, int] = defaultdict(int)
+    fetches: list[Fetch] = []
+    for rank in sorted(by_rank):
+        offer = by_rank[rank]
+        for shard in sorted(offer.needs):
+            held = holders[shard, step]
+            if any(source == rank and holding.kind == "live" for source, holding in held):
+                continue
+            fetches += _fetch(offer, shard, held, by_rank, load)
+    return fetches
+
+
+def _fetch(
+    offer: Offer, shard: str, held: Sequence[tuple[int, Holding]], by_rank: Mapping[int, Offer], load: dict[int, int]
+) -> list[Fetch]:
+    def distance(source: int, holding: Holding) -> tuple[int, int]:
+        other = by_rank[source]
+        if other.node == offer.node:
+            far = 1
+        else:
+            far = 2 if other.group and other.group == offer.group else 3
+        return far, _KINDS.index(holding.kind)
+
+    nearest = min(distance(source, holding)[0] for source, holding in held)
+    near = [(source, holding) for source, holding in held if distance(source, holding)[0] == nearest]
+    best: dict[int, Holding] = {}
+    for source, holding in sorted(near, key=lambda pair: (load[pair[0]], distance(*pair)[1], pair[0])):
+        best.setdefault(source, holding)
+    nbytes = held[0][1].nbytes
+    count = min(len(best), MAX_STRIPES, max(1, nbytes // STRIPE_BYTES))
+    fetches = []
+    for place, (source, holding) in enumerate(list(best.items())[:count]):
+        start, stop = _cut(nbytes, place, count), _cut(nbytes, place + 1, count)
+        load[source] += stop - start
+        fetches.append(Fetch(offer.rank, shard, source, holding.kind, start, stop))
+    return fetches
+
+
+def _cut(nbytes: int, place: int, count: int) -> int:
+    return nbytes if place == count else nbytes * place // count // ALIGN_BYTES * ALIGN_BYTES
+
+
+def _held_back(fetches: list[Fetch], holders: _Holders, step: int, before: int) -> list[Fetch]:
+    """Put the last live holder of `before` into wave 1 where losing one rank could lose the version chosen."""
+    late = set()
+    for shard in {fetch.shard for fetch in fetches}:
+        sources = {source for source, _ in holders[shard, step]}
+        takers = {fetch.rank for fetch in fetches if fetch.shard == shard}
+        old = holders.get((shard, before), ())
+        kept = {rank for rank, holding in old if holding.kind != "live" or rank not in takers}
+        losers = sorted({rank for rank, holding in old if holding.kind == "live"} & takers)
+        if len(sources) == 1 and losers and not kept and len(takers) > 1:
+            late.add((losers[-1], shard))
+    return [
+        msgspec.structs.replace(fetch, wave=1) if (fetch.rank, fetch.shard) in late else fetch for fetch in fetches
+    ]  # fmt: skip
+
+
+def _why(step: int, steps: Sequence[int], fetches: Sequence[Fetch]) -> str:
+    if not fetches:
+        return f"every rank has the state after step {step} itself"
+    ranks = sorted({fetch.rank for fetch in fetches})
+    kinds = [kind for kind in _KINDS if any(fetch.kind == kind for fetch in fetches)]
+    words = {"live": "peers' memory", "copy": "copies in peers' memory", "shm": "shared memory"}
+    newer = f"; step {steps[0]} is not whole" if steps[0] > step else ""
+    return f"{_ranks(ranks)} the state after step {step} from {' and '.join(words[kind] for kind in kinds)}{newer}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} gets"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''} get"
+
+
+def _why_not(needed: Sequence[str], holders: _Holders, steps: Sequence[int]) -> str:
+    if not steps:
+        return "no memory holds a state (the job is new, or all copies were lost at once)"
+    lost = [shard for shard in needed if not any((shard, step) in holders for step in steps)]
+    if lost:
+        names = ", ".join(lost[:4]) + (" and others" if len(lost) > 4 else "")
+        return f"no memory holds {names} any more: all its copies were lost at once"
+    return f"each shard is held after some step, but no step has all of them (newest: step {steps[0]})"

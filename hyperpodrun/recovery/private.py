@@ -1,0 +1,99 @@
+"""A rank's private state: what exists nowhere else, taken when all of a step's draws are done.
+
+Theory. Samplers have moved and generators have been drawn from when `update` is entered, and no optimizer touches either. So the state
+at that moment is the state after the step. Buffers belong here too: a forward pass changes them (running means) before anybody knows
+whether the step will be committed, and they may differ between ranks. Constants (masks, tables) are buffers, too: what still is as it
+was at first is not carried. Contents are compared, for not every kernel that writes a buffer counts up its version (batch norm's
+does not).
+
+Invariants: `install(capture())` changes nothing. What is captured aliases nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hyperpodrun.recovery import rng, shard
+from hyperpodrun.recovery.parts import RecoveryError, local
+
+
+class _Values:
+    """Plain values as a part, for packing."""
+
+    name = "private"
+
+    def __init__(self, values: Any = None) -> None:
+        self.values = values
+
+    def leaves(self) -> Any:
+        """See Part."""
+        from hyperpodrun.recovery import codec
+
+        return codec.encode(self.values)
+
+    def places(self, leaves: Any) -> list[torch.Tensor]:
+        """Not asked for."""
+        raise NotImplementedError
+
+    def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
+        """See Part."""
+        from hyperpodrun.recovery import codec
+
+        self.values = codec.decode(skeleton, tensors)
+
+
+def pack(values: Any) -> bytes:
+    """Any state as bytes. Raises CodecError."""
+    return shard.pack(shard.of([_Values(values)]))
+
+
+def unpack(text: bytes) -> Any:
+    """What was packed. Raises CodecError."""
+    layout, tensors = shard.unpack(text)
+    values = _Values()
+    shard.install(layout, [values], tensors)
+    return values.values
+
+
+class Private:
+    """`things`: objects with state_dict, by name; `models`: whose buffers count; `mode`: see rng.py."""
+
+    def __init__(self, things: Mapping[str, Any], models: Mapping[str, torch.nn.Module], mode: rng.Mode) -> None:
+        self._things = things
+        self._mode = mode
+        self._buffers = {
+            f"{name}.{path}": buffer
+            for name, model in models.items()
+            for path, buffer in model.named_buffers()
+            if path in model.state_dict(keep_vars=True)
+        }
+        self._untouched = {path: local(buffer).clone() for path, buffer in self._buffers.items()}
+
+    @property
+    def empty(self) -> bool:
+        """Is there nothing private, ever? (Buffers that are touched later are not foreseen.)"""
+        return not self._things and not self._buffers and self._mode != "replicate"
+
+    def capture(self) -> bytes:
+        """All of it, now. Raises CodecError."""
+        values: dict[str, Any] = {name: thing.state_dict() for name, thing in self._things.items()}
+        for path in [path for path, first in self._untouched.items() if not torch.equal(local(self._buffers[path]), first)]:
+            del self._untouched[path]
+        touched = {path: local(buffer) for path, buffer in self._buffers.items() if path not in self._untouched}
+        return pack({"things": values, "buffers": touched, "rng": rng.capture() if self._mode == "replicate" else None})
+
+    def install(self, text: bytes) -> None:
+        """Put it back. Raises CodecError, RecoveryError, and what an object's load_state_dict raises."""
+        values = unpack(text)
+        if values["things"].keys() != self._things.keys():
+            raise RecoveryError(f"the state has {', '.join(values['things'])}, here are {', '.join(self._things)}")
+        for name, thing in self._things.items():
+            thing.load_state_dict(values["things"][name])
+        for path, value in values["buffers"].items():
+            if path not in self._buffers:
+                raise RecoveryError(f"there is no buffer {path} any more")
+            local(self._buffers[path]).copy_(value)
+            self._untouched.pop(path, None)
+        if values["rng"] is not None and self._mode == "replicate":
+            rng.install(values["rng"])

@@ -1,0 +1,151 @@
+"""Who hangs: the silent before the absent, the absent before those behind, and nobody too early."""
+
+import pytest
+
+from hyperpodrun.agent.health.hang import START_S, HangWatch, Verdict
+from hyperpodrun.agent.wire import link
+
+
+def beat(still_s: float | None, calls: int = 0, steps: int = 0) -> link.Beat:
+    return link.Beat(0, "function", steps, calls, still_s)
+
+
+def watch(ranks: int = 3, timeout_s: float | None = 2.0, at_s: float = 100.0) -> HangWatch:
+    watch = HangWatch(timeout_s)
+    watch.begin()
+    watch.born(range(ranks), at_s - 50.0)
+    watch.entered(range(ranks), at_s)
+    watch.assembled(at_s)
+    return watch
+
+
+def run(watch: HangWatch, until_s: float, says: dict[int, object], from_s: float = 101.0) -> tuple[float, Verdict] | None:
+    """Each second each rank says what `says` has for it (a function of the time); the first verdict and when it came."""
+    now_s = from_s
+    while now_s <= until_s:
+        for rank, message in says.items():
+            if callable(message):
+                watch.heard(rank, message(now_s), now_s)
+        while (due_s := watch.next_deadline_s()) is not None and due_s < now_s + 1.0:
+            if verdict := watch.tick(max(due_s, now_s)):
+                return max(due_s, now_s), verdict
+            if watch.next_deadline_s() == due_s:
+                raise AssertionError("a deadline that does not move")
+        now_s += 1.0
+    return None
+
+
+def test_progress_is_no_hang() -> None:
+    assert run(watch(), 200.0, {rank: lambda now_s: beat(0.9) for rank in range(3)}) is None
+
+
+def test_silent_rank_is_the_culprit_though_all_are_still() -> None:
+    found = run(watch(), 120.0, {0: lambda now_s: beat(now_s - 100.0), 2: lambda now_s: beat(now_s - 100.0)})
+    assert found is not None
+    assert found[1].local_ranks == (1,)
+    assert "silent" in found[1].why
+    assert found[0] <= 104.0, "the others' stillness was not used"
+
+
+def test_silence_alone_is_enough() -> None:
+    found = run(watch(timeout_s=1.0), 120.0, {0: lambda now_s: beat(0.0), 2: lambda now_s: beat(0.0)})
+    assert found is not None and found[1].local_ranks == (1,)
+    assert found[0] >= 105.0, "a few missing beats are no proof while all others go on"
+
+
+def test_rank_behind_the_others_is_the_culprit() -> None:
+    says = {
+        0: lambda now_s: beat(now_s - 100.2, calls=8),
+        1: lambda now_s: beat(now_s - 100.1, calls=7),
+        2: lambda now_s: beat(now_s - 100.2, calls=8),
+    }
+    found = run(watch(), 120.0, says)
+    assert found is not None and found[1].local_ranks == (1,)
+    assert "behind" in found[1].why
+    assert 102.0 < found[0] <= 104.0
+
+
+def test_rank_that_never_came_is_the_culprit_for_those_who_wait() -> None:
+    late = HangWatch(2.0)
+    late.begin()
+    late.born(range(3), 90.0)
+    late.entered((0, 2), 100.0)
+    found = run(late, 140.0, {0: lambda now_s: beat(now_s - 100.0), 2: lambda now_s: beat(now_s - 100.0)})
+    assert found is not None and found[1].local_ranks == (1,)
+    assert found[0] >= 100.0 + START_S
+
+
+def test_waiting_for_ranks_that_have_not_come_is_no_hang() -> None:
+    hangs = HangWatch(2.0)
+    hangs.begin()
+    hangs.born(range(2), 90.0)
+    hangs.entered(range(2), 100.0)
+    says = {rank: lambda now_s: beat(now_s - 100.0) for rank in range(2)}
+    assert run(hangs, 125.0, says) is None, "another node's ranks are still being made"
+    hangs.assembled(125.5)
+    found = run(hangs, 140.0, says, from_s=126.0)
+    assert found is not None and 127.5 <= found[0] <= 130.0
+
+
+def test_rank_that_nobody_waits_for_may_take_its_time() -> None:
+    late = HangWatch(2.0)
+    late.begin()
+    late.born(range(3), 90.0)
+    assert late.next_deadline_s() is None
+    late.entered((0, 2), 100.0)
+    assert run(late, 150.0, {0: lambda now_s: beat(0.0), 2: lambda now_s: beat(0.0)}) is None
+
+
+def test_all_equally_still_are_all_named() -> None:
+    found = run(watch(), 120.0, {rank: lambda now_s: beat(now_s - 100.0, calls=3) for rank in range(3)})
+    assert found is not None and found[1].local_ranks == (0, 1, 2)
+
+
+def test_one_verdict_a_generation_and_a_new_one_in_the_next() -> None:
+    hangs = watch()
+    says = {rank: lambda now_s: beat(now_s - 100.0) for rank in range(3)}
+    assert run(hangs, 120.0, says) is not None
+    assert run(hangs, 140.0, says, from_s=121.0) is None
+    hangs.begin()
+    hangs.entered(range(3), 141.0)
+    hangs.assembled(141.0)
+    assert run(hangs, 160.0, {rank: lambda now_s: beat(now_s - 141.0) for rank in range(3)}, from_s=142.0) is not None
+
+
+def test_watch_that_stood_still_itself_hears_everybody_first() -> None:
+    hangs = watch()
+    hangs.heard(0, beat(0.0), 101.0)
+    assert hangs.tick(300.0) is None
+    due_s = hangs.next_deadline_s()
+    assert due_s is not None and 300.0 < due_s < 302.0
+    for rank in range(3):
+        hangs.heard(rank, beat(0.1), 300.1)
+    assert hangs.tick(due_s) is None
+
+
+def test_rank_that_is_done_or_has_ended_is_not_watched() -> None:
+    hangs = watch()
+    hangs.gone(1)
+    assert run(hangs, 150.0, {0: lambda now_s: beat(0.0), 2: lambda now_s: beat(0.0)}) is None
+    hangs.stop()
+    assert hangs.next_deadline_s() is None
+
+
+def test_without_a_timeout_only_progress_is_noted() -> None:
+    hangs = watch(timeout_s=None)
+    assert run(hangs, 150.0, {rank: lambda now_s: beat(None) for rank in range(3)}) is None
+    assert hangs.next_deadline_s() is None
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "progressed"),
+    [(0, 0, True), (0, 5, True), (5, 0, False), (5, 1, True)],
+    ids=["never", "first", "none now", "again"],
+)
+def test_no_progress_can_be_said_only_where_steps_are_counted(earlier: int, now: int, progressed: bool) -> None:
+    hangs = watch()
+    hangs.heard(0, beat(0.0, steps=earlier), 101.0)
+    hangs.begin()
+    hangs.entered(range(3), 102.0)
+    hangs.heard(1, beat(0.0, steps=now), 103.0)
+    assert hangs.progressed == progressed

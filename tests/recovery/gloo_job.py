@@ -1,0 +1,24 @@
+"""Plain gloo jobs on this host, without a launcher."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(folder: Path, script: str, world: int, *arguments: str) -> list[str]:
+    """Run a script as that many ranks (RANK, WORLD_SIZE, MEET for init_method); what each printed. All must succeed."""
+    base = {**os.environ, "WORLD_SIZE": str(world), "MEET": f"file://{folder}/meet", "OMP_NUM_THREADS": "1", "OUT": str(folder)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            env={**base, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
+    return said

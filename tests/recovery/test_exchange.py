@@ -1,0 +1,42 @@
+"""Everybody's private state is with somebody else when `swap` returns."""
+
+from pathlib import Path
+
+import pytest
+from gloo_job import run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperpodrun.recovery.exchange import GATHER_RANKS, buddies
+
+SWAPS = """
+import os, sys
+import torch.distributed as dist
+from hyperpodrun.recovery import exchange
+exchange.GATHER_RANKS = int(sys.argv[1])
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method=os.environ["MEET"], rank=rank, world_size=world)
+assert (rank, world) == (dist.get_rank(), dist.get_world_size())
+made = exchange.Exchange(rank, world, copies=2)
+for size in (0, 10, 5000, 200_000, 30):
+    kept, number = made.swap(bytes([rank]) * (size + rank), 10 * rank + size)
+    wards = [r for r in range(world) if r != rank and (world <= exchange.GATHER_RANKS or rank in exchange.buddies(r, world, 2))]
+    assert kept == {r: bytes([r]) * (size + r) for r in wards}, (rank, size, sorted(kept))
+    assert number == 10 * (world - 1) + size, number
+dist.barrier()
+print("swapped", rank)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("gather", [GATHER_RANKS, 1])
+def test_states_of_any_size_reach_the_others(tmp_path: Path, gather: int) -> None:
+    assert sorted(line.splitlines()[-1] for line in run(tmp_path, SWAPS, 4, str(gather))) == [
+        f"swapped {rank}" for rank in range(4)
+    ]
+
+
+@given(st.integers(2, 300), st.integers(1, 4))
+def test_buddies_are_others_and_everybody_has_as_many(world: int, copies: int) -> None:
+    of = [buddies(rank, world, copies) for rank in range(world)]
+    assert all(rank not in of[rank] and len(set(of[rank])) == min(copies, world - 1) for rank in range(world))

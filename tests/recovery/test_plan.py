@@ -1,0 +1,155 @@
+"""The plan never mixes steps, uses what there is, and says why when there is nothing."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyperpodrun.recovery.plan import STRIPE_BYTES, Contradiction, Fetch, Holding, Infeasible, Kind, Offer, Plan, feasible, make
+
+
+def live(shard: str, step: int, nbytes: int = 100, kind: Kind = "live", layout: str = "a", content: str = "") -> Holding:
+    return Holding(shard, step, kind, nbytes, layout, content)
+
+
+def private(rank: int, *steps: int) -> tuple[Holding, ...]:
+    return tuple(live(f"rank {rank}", step, 10) for step in steps)
+
+
+def ddp(rank: int, step: int | None, node: str = "a", more: tuple[Holding, ...] = (), group: str = "") -> Offer:
+    """A rank of a data-parallel job that is whole after `step`, or has nothing."""
+    own = () if step is None else (live("model", step), *private(rank, step))
+    return Offer(rank, node, ("model", f"rank {rank}"), (*own, *more), group)
+
+
+def test_nothing_is_fetched_when_all_are_whole() -> None:
+    made = make([ddp(0, 7), ddp(1, 7)])
+    assert isinstance(made, Plan)
+    assert (made.step, made.fetches, made.waves) == (7, (), 1)
+
+
+def test_a_lost_rank_gets_the_model_from_a_peer_and_its_own_state_from_its_buddy() -> None:
+    made = make([ddp(0, 7, more=private(1, 7, 6)), ddp(1, None)])
+    assert isinstance(made, Plan) and made.step == 7
+    assert made.of(1) == (Fetch(1, "model", 0, "live", 0, 100), Fetch(1, "rank 1", 0, "live", 0, 10))
+    assert made.from_rank(0) == made.of(1) and made.of(0) == ()
+
+
+def test_the_step_before_is_taken_when_a_private_state_is_not_held_at_the_newest() -> None:
+    offers = [ddp(0, 7, more=private(1, 6)), ddp(1, None), ddp(2, 6, more=private(0, 6))]
+    made = make(offers)
+    assert isinstance(made, Plan) and made.step == 6
+    assert {(f.rank, f.shard, f.source) for f in made.fetches} == {
+        (0, "model", 2), (0, "rank 0", 2), (1, "model", 2), (1, "rank 1", 0)}  # fmt: skip
+    assert "step 7 is not whole" in made.why
+
+
+def test_the_nearest_holder_is_asked() -> None:
+    offers = [
+        ddp(0, 3, "a", group="r1"),
+        ddp(1, 3, "b", group="r2"),
+        ddp(2, None, "b", group="r2"),
+        ddp(3, None, "c", group="r1"),
+    ]
+    held = tuple(holding for rank in (2, 3) for holding in private(rank, 3))
+    offers[0] = ddp(0, 3, "a", held, "r1")
+    made = make(offers)
+    assert isinstance(made, Plan)
+    assert {(f.rank, f.source) for f in made.fetches if f.shard == "model"} == {(2, 1), (3, 0)}
+
+
+def test_shared_memory_of_the_own_node_beats_a_peer_far_away() -> None:
+    made = make([ddp(0, 3, "a"), ddp(1, None, "b", (live("model", 3, kind="shm"), live("rank 1", 3, 10, "shm")))])
+    assert isinstance(made, Plan)
+    assert {(f.source, f.kind) for f in made.fetches} == {(1, "shm")}
+
+
+def test_large_shards_are_fetched_from_several_holders_in_ranges_that_cover_them_once() -> None:
+    nbytes = 10 * STRIPE_BYTES + 13
+    offers = [Offer(rank, "a", ("model",), (live("model", 1, nbytes),)) for rank in range(3)]
+    made = make([*offers, Offer(3, "a", ("model",))])
+    assert isinstance(made, Plan)
+    ranges = sorted((f.start, f.stop) for f in made.of(3))
+    assert [ranges[0][0], ranges[-1][1]] == [0, nbytes] and len(ranges) == 3
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+
+
+def test_takers_are_spread_over_holders() -> None:
+    offers = [Offer(rank, "a", ("model",), (live("model", 1),) if rank < 4 else ()) for rank in range(12)]
+    made = make(offers)
+    assert isinstance(made, Plan)
+    assert sorted(sum(f.source == rank for f in made.fetches) for rank in range(4)) == [2, 2, 2, 2]
+
+
+def test_the_last_holder_of_the_version_before_is_overwritten_last() -> None:
+    held = tuple(h for rank in (1, 2) for h in private(rank, 7, 6)) + private(0, 6)
+    made = make([ddp(0, 7, more=held), ddp(1, 6), ddp(2, 6)])
+    assert isinstance(made, Plan) and made.step == 7 and made.waves == 2
+    assert {(f.rank, f.wave) for f in made.fetches if f.shard == "model"} == {(1, 0), (2, 1)}
+
+
+def test_a_newer_stored_checkpoint_wins() -> None:
+    offers = [Offer(rank, "a", ("model",), (live("model", 3),), stored=9) for rank in range(2)]
+    made = make(offers)
+    assert made == Infeasible("memory holds the state after step 3, a stored checkpoint that after step 9", 9)
+
+
+@pytest.mark.parametrize("other", [live("model", 3, layout="b"), live("model", 3, 99), live("model", 3, content="y")])
+def test_ranks_that_are_no_replicas_are_refused(other: Holding) -> None:
+    offers = [Offer(0, "a", ("model",), (live("model", 3, content="x"),)), Offer(1, "a", ("model",), (other,))]
+    with pytest.raises(Contradiction, match=r"(?s)ranks 0 and 1 .*replica_group"):
+        make(offers)
+
+
+def test_it_says_what_is_missing() -> None:
+    assert feasible([ddp(0, None), ddp(1, None)]) == (
+        False, "no memory holds a state (the job is new, or all copies were lost at once)")  # fmt: skip
+    assert feasible([ddp(0, 3), ddp(1, None)]) == (False, "no memory holds rank 1 any more: all its copies were lost at once")
+    assert feasible([ddp(0, 3), ddp(1, None, more=private(1, 2))]) == (
+        False, "each shard is held after some step, but no step has all of them (newest: step 3)")  # fmt: skip
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[Offer]:
+    count = draw(st.integers(1, 6))
+    shards = [f"shard {i}" for i in range(draw(st.integers(1, 3)))]
+    offers = []
+    for rank in range(count):
+        needs = (draw(st.sampled_from(shards)), f"rank {rank}")
+        keys = st.sampled_from([*shards, *(f"rank {other}" for other in range(count))])
+        held = draw(
+            st.lists(st.tuples(keys, st.integers(0, 2), st.sampled_from(["live", "copy", "shm"])), max_size=8, unique=True)
+        )
+        holdings = tuple(Holding(shard, step, kind, 1 << 27) for shard, step, kind in held)
+        offers.append(Offer(rank, draw(st.sampled_from("abc")), needs, holdings, draw(st.sampled_from(["", "r"]))))
+    return offers
+
+
+@given(worlds(), st.randoms(use_true_random=False))
+@settings(max_examples=400, deadline=None)
+def test_any_world(offers: list[Offer], chance: random.Random) -> None:
+    made = make(offers)
+    shuffled = offers[:]
+    chance.shuffle(shuffled)
+    assert make(shuffled) == made
+    held = {(h.shard, h.step) for offer in offers for h in offer.holdings}
+    needed = {shard for offer in offers for shard in offer.needs}
+    whole = [step for step in range(3) if all((shard, step) in held for shard in needed)]
+    if isinstance(made, Infeasible):
+        assert not whole
+        return
+    assert made.step == max(whole)
+    for offer in offers:
+        mine = {(h.shard, h.step, h.kind) for h in offer.holdings}
+        for shard in offer.needs:
+            parts = sorted((f.start, f.stop) for f in made.of(offer.rank) if f.shard == shard)
+            if (shard, made.step, "live") in mine:
+                assert not parts
+                continue
+            assert parts[0][0] == 0 and parts[-1][1] == 1 << 27
+            assert all(a[1] == b[0] for a, b in pairwise(parts))
+    for fetch in made.fetches:
+        source = next(offer for offer in offers if offer.rank == fetch.source)
+        assert any((h.shard, h.step, h.kind) == (fetch.shard, made.step, fetch.kind) for h in source.holdings)

@@ -1,0 +1,96 @@
+"""A node's shared memory holds whole versions or says that it has none."""
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyperpodrun.recovery import shard, shm
+from hyperpodrun.recovery.parts import part_of
+
+
+def model(value: float, width: int = 3000) -> shard.Shard:
+    layer = torch.nn.Linear(width, 2)
+    torch.nn.init.constant_(layer.weight, value)
+    torch.nn.init.constant_(layer.bias, value)
+    return shard.of([part_of("model", layer)])
+
+
+def steps(folder: Path, name: str = "model") -> dict[int, float]:
+    return {
+        step: found.tensors[0].view(torch.float32)[0].item() for step, found in shm.Slots(str(folder), name).versions().items()
+    }
+
+
+def test_the_last_two_versions_are_there_for_another_process(tmp_path: Path) -> None:
+    slots = shm.Slots(str(tmp_path / "job"), "model")
+    for step in range(5):
+        slots.write(step, model(step / 2))
+        assert steps(tmp_path / "job") == {at: at / 2 for at in (step - 1, step) if at >= 0}
+    slots.write(4, model(9.0))
+    assert steps(tmp_path / "job") == {3: 1.5, 4: 9.0}
+    assert os.stat(tmp_path / "job").st_mode & 0o777 == 0o700
+
+
+def test_a_restored_version_is_written_over_what_is_newer(tmp_path: Path) -> None:
+    for step in (6, 7):
+        shm.Slots(str(tmp_path), "model").write(step, model(step))
+    slots = shm.Slots(str(tmp_path), "model")
+    slots.forget_after(5)
+    slots.write(6, model(1.0))
+    assert steps(tmp_path) == {6: 1.0}
+
+
+@pytest.mark.parametrize("place", [0, 8, 60, 4096, -1])
+def test_one_flipped_bit_makes_it_no_version(tmp_path: Path, place: int) -> None:
+    slots = shm.Slots(str(tmp_path), "model")
+    for step in range(2):
+        slots.write(step, model(step))
+    (path,) = [path for path in tmp_path.iterdir() if struct.unpack("<8sq", path.read_bytes()[:16])[1] == 1]
+    text = bytearray(path.read_bytes())
+    text[place] ^= 1
+    path.write_bytes(text)
+    assert steps(tmp_path) == {0: 0.0}
+
+
+def test_a_torn_write_is_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = shm.Slots(str(tmp_path), "model")
+    slots.write(0, model(0.0))
+
+    def killed(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shm, "_digest", killed)
+        slots.write(1, model(1.0))
+    assert steps(tmp_path) == {0: 0.0}
+    slots.write(1, model(1.0))
+    assert steps(tmp_path) == {0: 0.0, 1: 1.0}
+
+
+@pytest.mark.parametrize("text", [b"", b"x", bytes(200), b"HPRstate" + bytes(300)])
+def test_any_file_is_read_without_harm(tmp_path: Path, text: bytes) -> None:
+    shm.Slots(str(tmp_path), "model").write(0, model(0.0))
+    for path in tmp_path.iterdir():
+        path.write_bytes(text)
+    assert steps(tmp_path) == {}
+
+
+def test_another_shape_takes_the_files_over(tmp_path: Path) -> None:
+    slots = shm.Slots(str(tmp_path), "model")
+    slots.write(0, model(0.0))
+    slots.write(1, model(1.0, width=9000))
+    slots.write(2, model(2.0, width=10))
+    assert steps(tmp_path) == {1: 1.0, 2: 2.0}
+
+
+def test_too_little_room_is_told_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(shm.NoRoom, match=r"has no room for .* MiB .*remount,size="):
+        shm.Slots(str(tmp_path), "model").write(0, model(0.0))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,104 @@
+"""Ranges of shards arrive in place and whole, or an error says so."""
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import pytest
+import torch
+
+from hyperpodrun.recovery import codec, shard, transfer
+from hyperpodrun.recovery.transfer import CHUNK_BYTES, Peer, Server, TransferError
+
+TOKEN = b"t" * 16
+
+
+def made(*sizes: int) -> shard.Shard:
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    leaves = tuple(codec.leaf_of(f"t{place}", tensor) for place, tensor in enumerate(tensors))
+    return shard.Shard(shard.Layout((shard.PartLayout("p", leaves, b""),)), tensors)
+
+
+@pytest.fixture
+def held() -> shard.Shard:
+    return made(5, 0, CHUNK_BYTES - 7, 3 * CHUNK_BYTES + 1, *([11] * 1500))
+
+
+@pytest.fixture
+def server(held: shard.Shard) -> Iterator[Server]:
+    server = Server(TOKEN, lambda name, step, kind: held if (name, step, kind) == ("model", 7, "live") else None, "127.0.0.1")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def peer(server: Server) -> Iterator[Peer]:
+    with closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
+        yield peer
+
+
+def test_a_whole_shard_arrives_in_place(peer: Peer, held: shard.Shard) -> None:
+    layout = peer.layout("model", 7, "live")
+    assert layout == held.layout
+    tensors = [codec.empty(leaf) for leaf in layout.parts[0].leaves]
+    here = shard.Shard(layout, tensors)
+    peer.fetch("model", 7, "live", 0, here.nbytes, here.range(0, here.nbytes))
+    assert shard.pack(here) == shard.pack(held)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (3, 9), (CHUNK_BYTES - 3, 3 * CHUNK_BYTES + 5), (4 * CHUNK_BYTES, -1)])
+def test_any_range_arrives(peer: Peer, held: shard.Shard, start: int, stop: int) -> None:
+    stop = stop % (held.nbytes + 1)
+    into = torch.zeros(stop - start, dtype=torch.uint8)
+    peer.fetch("model", 7, "live", start, stop, [into])
+    assert torch.equal(into, torch.cat(held.range(start, stop)))
+
+
+def test_what_is_not_there_is_refused_and_the_connection_goes_on(peer: Peer, held: shard.Shard) -> None:
+    with pytest.raises(TransferError, match="no live version of 'model' after step 8"):
+        peer.layout("model", 8, "live")
+    with pytest.raises(TransferError, match="bytes long"):
+        peer.fetch("model", 7, "live", held.nbytes, held.nbytes + 1, [torch.zeros(1, dtype=torch.uint8)])
+    peer.layout("model", 7, "live")
+
+
+def test_strangers_get_nothing(server: Server) -> None:
+    with closing(Peer(("127.0.0.1", server.port), b"x" * 16)) as peer, pytest.raises(TransferError):
+        peer.layout("model", 7, "live")
+
+
+@pytest.mark.parametrize(
+    "noise", [b"", bytes(range(64)), TOKEN + struct.pack("<I", 2**32 - 1), TOKEN + struct.pack("<I", 9) + b"\xc1" * 9]
+)
+def test_noise_hurts_nobody(server: Server, peer: Peer, noise: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(noise)
+        connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    peer.layout("model", 7, "live")
+
+
+def test_a_damaged_chunk_is_never_taken(held: shard.Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = transfer._send_views
+
+    def flip_one_bit(connection: socket.socket, views: list[memoryview]) -> None:
+        copies = [bytearray(piece) for piece in views]
+        copies[0][0] ^= 4
+        whole(connection, [memoryview(copy) for copy in copies])
+
+    server = Server(TOKEN, lambda *_: held, "127.0.0.1")
+    with closing(server), closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
+        monkeypatch.setattr(transfer, "_send_views", flip_one_bit)
+        with pytest.raises(TransferError, match=r"arrived damaged \(checksum\)"):
+            peer.fetch("model", 7, "live", 0, 5, [torch.zeros(5, dtype=torch.uint8)])
+
+
+def test_a_server_that_ends_is_an_error_at_once(server: Server, peer: Peer) -> None:
+    peer.layout("model", 7, "live")
+    server.close()
+    with pytest.raises(TransferError, match=r"the worker at 127\.0\.0\.1"):
+        peer.layout("model", 7, "live")
+    with pytest.raises(TransferError):
+        Peer(("127.0.0.1", server.port), TOKEN)

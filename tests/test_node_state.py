@@ -1,0 +1,62 @@
+"""The training state in a node's shared memory ends with the job, unless somebody can go on from it."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hyperpodrun.agent import node_state
+from hyperpodrun.agent.wire import node_state as where
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(node_state, "folder_of", lambda job, node, base=str(tmp_path): where.folder_of(job, node, base))
+    folder = Path(where.folder_of("job", "node", str(tmp_path)))
+    folder.mkdir()
+    (folder / "version.0").write_bytes(b"state")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("success", "by_chance", "stays"), [(True, False, False), (True, True, False), (False, True, False), (False, False, True)]
+)
+def test_it_stays_only_where_somebody_can_go_on_from_it(folder: Path, success: bool, by_chance: bool, stays: bool) -> None:
+    said: list[str] = []
+    node_state.end("job", "node", success, by_chance, said.append)
+    assert folder.exists() == stays
+    assert [str(folder) in line and "id job " in line for line in said] == [True] * stays
+
+
+def test_a_folder_that_a_worker_holds_is_left_alone(folder: Path) -> None:
+    fd = where.hold(str(folder))
+    node_state.end("job", "node", True, True, pytest.fail)
+    assert folder.exists()
+    os.close(fd)
+    node_state.end("job", "node", True, True, pytest.fail)
+    assert not folder.exists()
+
+
+def test_what_long_dead_jobs_left_is_removed(tmp_path: Path) -> None:
+    def made(job: str, age_s: float) -> Path:
+        folder = Path(where.folder_of(job, "node", str(tmp_path)))
+        folder.mkdir()
+        os.utime(folder, (time.time() - age_s,) * 2)
+        return folder
+
+    old, young, mine = made("old", node_state.KEPT_S + 60), made("young", 60), made("mine", node_state.KEPT_S + 60)
+    held = made("held", 0)
+    fd = where.hold(str(held))
+    os.utime(held, (0, 0))
+    (tmp_path / "other").mkdir()
+    said: list[str] = []
+    node_state.remove_old("mine", "node", said.append, str(tmp_path))
+    os.close(fd)
+    assert not old.exists() and young.exists() and mine.exists() and held.exists() and (tmp_path / "other").exists()
+    assert len(said) == 1 and "1 job(s)" in said[0]
+
+
+def test_folders_of_different_jobs_and_nodes_differ() -> None:
+    names = {where.folder_of(job, node) for job in ("a", "b", "a/b", "a_b", "ä" * 300) for node in ("n0", "n1:1")}
+    assert len(names) == 10 and all(len(os.path.basename(name)) < 120 and "/" not in os.path.basename(name) for name in names)
