@@ -24,6 +24,7 @@ OPTIONS = (
     "--nnodes=2:3",
     "--nproc-per-node=2",
     "--max-restarts=1000",
+    "--max-rank-faults=1000",  # or a node that is lost for the third time gets no new place
     "--shutdown-timeout=0.3",
     "--rdzv-conf=last_call_timeout=0.3",
 )
