@@ -115,6 +115,7 @@ class Agent:
             on_drained=lambda local_rank: self.first_failure.drained(local_rank),
             on_back=self.attempt_back,
             on_returned=self.all_returned,
+            on_all_in=self.all_in,
         )
         self.first_failure = FirstFailure(
             self.reactor,
@@ -317,6 +318,11 @@ class Agent:
         """The wrapped function has returned on all ranks here: they wait for the ranks elsewhere."""
         if self.store is not None and self.attempt.world is not None:
             self.store.when_all_returned(self.attempt.world, self.attempt.release)
+
+    def all_in(self) -> None:
+        """All ranks here are inside the wrapped function: from now on who makes no progress hangs, once that holds elsewhere too."""
+        if self.store is not None and self.attempt.world is not None:
+            self.store.when_all_in(self.attempt.world, self.attempt.assembled)
 
     # --- the mesh
 

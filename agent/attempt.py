@@ -33,7 +33,8 @@ SLOW_S = 1.0
 class AttemptRunner:
     """Runs one attempt after another. `on_over` gets the verdict, `on_first_failure` the rank that failed first, at once,
     `on_further_failure` others, `on_drained` each rank whose last words have been read. `on_back` gets the verdict of a generation
-    whose workers wait at the barrier, `on_returned` the word that the function has returned on all ranks here.
+    whose workers wait at the barrier, `on_returned` and `on_all_in` the word that the function has returned on, or been entered by,
+    all ranks here.
 
     `places` says where each local rank runs; `base_env` is the launcher's environment, its mark included.
     """
@@ -58,6 +59,7 @@ class AttemptRunner:
         on_drained: Callable[[int], None],
         on_back: Callable[[Verdict], None],
         on_returned: Callable[[], None],
+        on_all_in: Callable[[], None],
     ) -> None:
         self.world: World | None = None
         self.places: list[Place] = []
@@ -79,6 +81,7 @@ class AttemptRunner:
         self._on_drained = on_drained
         self._on_back = on_back
         self._on_returned = on_returned
+        self._on_all_in = on_all_in
         back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
         self.links = WorkerLinks(reactor, config, lambda: self._group.alive, self._said, self._unlinked)
@@ -128,6 +131,11 @@ class AttemptRunner:
     def release(self) -> None:
         """The function has returned on all ranks of the world."""
         self._feed(group.Release())
+
+    def assembled(self) -> None:
+        """All ranks of the world are inside their function."""
+        self._hangs.assembled(self._reactor.now_s())
+        self._reset_tick()
 
     @property
     def kept(self) -> int:
@@ -233,6 +241,7 @@ class AttemptRunner:
             case recall.AllReturned():
                 self._on_returned()
             case recall.AllIn():
+                self._on_all_in()
                 if self._failed_at_s is not None:
                     self._desk.back_after(self._reactor.now_s() - self._failed_at_s)
                     self._failed_at_s = None

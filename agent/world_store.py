@@ -19,8 +19,8 @@ from hyperpodrun.agent.wire import store as op
 from hyperpodrun.agent.wire.facts import Place
 from hyperpodrun.agent.workers import rendezvous
 
-RETURNED = b"\0hyperpodrun/returned"
-"""No client's key: torch and scripts put their prefixes in front of theirs."""
+RETURNED, ALL_IN = b"\0hyperpodrun/returned", b"\0hyperpodrun/in"
+"""No client's keys: torch and scripts put their prefixes in front of theirs."""
 AGENT = 0
 """The agent's own number among the clients of its key space; processes are counted from 1."""
 PORT_OF_THE_STORE = (
@@ -101,6 +101,13 @@ class WorldStore:
 
     def when_all_returned(self, world: World, then: Callable[[], None]) -> None:
         """The function has returned on all ranks of this node; call `then` once it has on those of all nodes."""
+        self._when_all(RETURNED, world, then)
+
+    def when_all_in(self, world: World, then: Callable[[], None]) -> None:
+        """All ranks of this node are inside their function; call `then` once those of all nodes are."""
+        self._when_all(ALL_IN, world, then)
+
+    def _when_all(self, key: bytes, world: World, then: Callable[[], None]) -> None:
         if len(world.nodes) < 2:
             then()
             return
@@ -112,7 +119,7 @@ class WorldStore:
             if answer is True:
                 then()
 
-        answered(space.call(space.client(AGENT), op.Arrive(RETURNED, len(world.nodes)), answered))
+        answered(space.call(space.client(AGENT), op.Arrive(key, len(world.nodes)), answered))
 
     def explain(self, last_words: str) -> None:
         """A rank has failed: was it because the launcher's own store has the port that it wanted?"""

@@ -11,6 +11,9 @@ when one is still for the timeout, the culprit is looked for among all, best evi
    begun it, who hangs before it has not;
 4. else no one in particular: all still ranks.
 
+As long as some rank of the world, here or elsewhere, has not come to its function, waiting for it is no hang: new processes have to
+import first. Until `assembled` the limit is START_TIMES the timeout, at least START_S.
+
 Silence alone counts too, for ranks inside. A rank without a link that nobody waits for is none of this watch's business: its program
 may know nothing of links.
 
@@ -28,6 +31,8 @@ SILENT_BEATS = 5
 QUIET_BEATS = 2.5
 """Beats that a rank has left out on which others seem to wait."""
 LAST_WORD_S = 1.5
+START_TIMES, START_S = 10.0, 30.0
+"""The limit, in timeouts and at least in seconds, as long as not all ranks of the world are inside."""
 
 _SILENT = "it is stopped, or a call holds the interpreter's lock"
 
@@ -59,6 +64,7 @@ class HangWatch:
         self._ranks: dict[int, _Rank] = {}
         self._watching = False
         self._due_s: float | None = None
+        self._assembled_s: float | None = None
         self._steps_counted = False
         self._steps = 0
 
@@ -70,6 +76,7 @@ class HangWatch:
     def begin(self) -> None:
         """A generation begins."""
         self._watching = True
+        self._assembled_s = None
         self._steps = 0
 
     def born(self, local_ranks: Iterable[int], now_s: float) -> None:
@@ -83,6 +90,11 @@ class HangWatch:
         for local_rank in local_ranks:
             rank = self._ranks[local_rank] = _Rank(now_s)
             rank.entered = True
+        self._reckon()
+
+    def assembled(self, now_s: float) -> None:
+        """All ranks of the world, on all nodes, are inside their function."""
+        self._assembled_s = now_s
         self._reckon()
 
     def gone(self, local_rank: int) -> None:
@@ -140,15 +152,25 @@ class HangWatch:
             return None
         silent_s = rank.heard_s + self.silent_s
         # A beat later than the timeout: what it said is as old as its last beat.
-        return min(silent_s, rank.moved_s + (self.timeout_s or 0.0) + link.BEAT_S) if rank.beaten else silent_s
+        return min(silent_s, self._still_limit_s(rank) + link.BEAT_S) if rank.beaten else silent_s
+
+    def _still_limit_s(self, rank: _Rank) -> float:
+        """When this rank has made no progress for too long."""
+        if self._assembled_s is None:
+            return rank.moved_s + self._patience_s
+        return max(rank.moved_s, self._assembled_s) + (self.timeout_s or 0.0)
+
+    @property
+    def _patience_s(self) -> float:
+        return max(START_TIMES * (self.timeout_s or 0.0), START_S)
 
     def _judge(self, now_s: float) -> Verdict | None:
-        timeout_s = self.timeout_s or 0.0
+        timeout_s = (self.timeout_s or 0.0) if self._assembled_s is not None else self._patience_s
         inside = {local_rank: rank for local_rank, rank in sorted(self._ranks.items()) if rank.entered}
         silent = tuple(r for r, rank in inside.items() if now_s >= rank.heard_s + self.silent_s)
         if silent:
             return Verdict(silent, f"its link is silent for {self.silent_s:g} s: {_SILENT}")
-        still = {r: rank for r, rank in inside.items() if rank.beaten and now_s >= rank.moved_s + timeout_s}
+        still = {r: rank for r, rank in inside.items() if rank.beaten and now_s >= self._still_limit_s(rank)}
         if not still:
             self._reckon()
             return None

@@ -4,14 +4,17 @@ A traceback holds every frame it went through, a frame its locals: the tensors o
 runs again. An exception may refuse to be written down (`__str__` raises, a gigabyte of message, no memory): then less is told.
 """
 
+import os
 import traceback
 from collections.abc import Iterator
+from types import TracebackType
 
 from hyperpodrun.agent.wire.link import TEXT_BYTES
 
 _HEADLINE_BYTES = 2000
 _RESERVE_BYTES = 4 << 20
 _FRAMES = 400
+_OURS = os.path.dirname(__file__)
 
 
 class Reserve:
@@ -67,10 +70,19 @@ def kind_of(error: BaseException) -> str:
 def text_of(error: BaseException) -> str:
     """The traceback, cut in the middle; "" when it cannot be written."""
     try:
-        report = traceback.TracebackException(type(error), error, error.__traceback__, limit=-_FRAMES, compact=True)
+        trace = _without_ours(error.__traceback__)
+        report = traceback.TracebackException(type(error), error, trace, limit=-_FRAMES, compact=True)
         return fit("".join(report.format()), TEXT_BYTES)
     except BaseException:  # noqa: BLE001 - a report without a traceback is better than none
         return ""
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """From the first frame of the user's on; the whole where there is none."""
+    first = trace
+    while first is not None and os.path.dirname(first.tb_frame.f_code.co_filename) == _OURS:
+        first = first.tb_next
+    return first or trace
 
 
 def release(error: BaseException) -> None:

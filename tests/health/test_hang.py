@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpodrun.agent.health.hang import HangWatch, Verdict
+from hyperpodrun.agent.health.hang import START_S, HangWatch, Verdict
 from hyperpodrun.agent.wire import link
 
 
@@ -15,6 +15,7 @@ def watch(ranks: int = 3, timeout_s: float | None = 2.0, at_s: float = 100.0) ->
     watch.begin()
     watch.born(range(ranks), at_s - 50.0)
     watch.entered(range(ranks), at_s)
+    watch.assembled(at_s)
     return watch
 
 
@@ -69,8 +70,21 @@ def test_rank_that_never_came_is_the_culprit_for_those_who_wait() -> None:
     late.begin()
     late.born(range(3), 90.0)
     late.entered((0, 2), 100.0)
-    found = run(late, 120.0, {0: lambda now_s: beat(now_s - 100.0), 2: lambda now_s: beat(now_s - 100.0)})
+    found = run(late, 140.0, {0: lambda now_s: beat(now_s - 100.0), 2: lambda now_s: beat(now_s - 100.0)})
     assert found is not None and found[1].local_ranks == (1,)
+    assert found[0] >= 100.0 + START_S
+
+
+def test_waiting_for_ranks_that_have_not_come_is_no_hang() -> None:
+    hangs = HangWatch(2.0)
+    hangs.begin()
+    hangs.born(range(2), 90.0)
+    hangs.entered(range(2), 100.0)
+    says = {rank: lambda now_s: beat(now_s - 100.0) for rank in range(2)}
+    assert run(hangs, 125.0, says) is None, "another node's ranks are still being made"
+    hangs.assembled(125.5)
+    found = run(hangs, 140.0, says, from_s=126.0)
+    assert found is not None and 127.5 <= found[0] <= 130.0
 
 
 def test_rank_that_nobody_waits_for_may_take_its_time() -> None:
@@ -94,6 +108,7 @@ def test_one_verdict_a_generation_and_a_new_one_in_the_next() -> None:
     assert run(hangs, 140.0, says, from_s=121.0) is None
     hangs.begin()
     hangs.entered(range(3), 141.0)
+    hangs.assembled(141.0)
     assert run(hangs, 160.0, {rank: lambda now_s: beat(now_s - 141.0) for rank in range(3)}, from_s=142.0) is not None
 
 
