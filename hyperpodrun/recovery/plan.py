@@ -104,7 +104,9 @@ class Infeasible(msgspec.Struct, frozen=True):
 
 
 class Contradiction(ValueError):
-    """Holders of one version differ: they are no replicas of each other, and restoring would mix two models."""
+    """Holders of one version differ: they are no replicas of each other, and restoring would mix two models. Restarts do not help."""
+
+    rung = "end"
 
 
 def private(rank: int, world: int) -> str:

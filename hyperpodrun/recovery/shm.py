@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import torch
@@ -235,7 +236,8 @@ def mapped(fd: int, size: int) -> memoryview:
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, f"mmap of {size} bytes: {os.strerror(number)}")
-    array = type("Mapped", (ctypes.c_char * size,), {}).from_address(address)
+    kind_of_array: Any = type("Mapped", (ctypes.c_char * size,), {})  # a class that weak references can point to
+    array = kind_of_array.from_address(address)
     weakref.finalize(array, _libc.munmap, address, size).atexit = False
     return memoryview(array).cast("B")
 
