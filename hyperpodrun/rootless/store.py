@@ -23,6 +23,8 @@ from torch.distributed import DistNetworkError, DistStoreError
 from hyperpodrun.agent.wire import names
 
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
+KEPT = 2
+"""So many generations' stores are kept alive: a process group of the one before may still be on its way out."""
 _current: dict[str, "MeshStore"] = {}
 _lock = threading.Lock()
 
@@ -58,6 +60,8 @@ class MeshStore(Store):
             if key not in _current:
                 host, _, port = address.removeprefix("tcp://").rpartition(":")
                 _current[key] = cls((host.strip("[]"), int(port)))
+                for old in list(_current)[:-KEPT]:
+                    del _current[old]
             return _current[key]
 
     timeout: timedelta
