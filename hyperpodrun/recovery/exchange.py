@@ -6,7 +6,7 @@ were the dead rank's private state known to nobody, the step could not be restor
 changed a parameter knows that. Up to GATHER_RANKS everybody gets everything (one all-gather, which is the barrier at the same time);
 beyond that each rank sends to `copies` buddies half the world away and so on, and a barrier follows.
 
-With each state travels a small number, of which every rank learns the largest: so the ranks agree how often to write to shared memory.
+With each state travel small numbers, of which every rank learns the largest: so the ranks agree on the pace of versions (pace.py).
 
 Invariants: all ranks call `swap` equally often; the states are those of one step.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 GATHER_RANKS = 16
-_HEAD = struct.Struct("<QQ")
+_HEAD = struct.Struct("<QQQ")
 _ROOM_BYTES = 4096
 
 
@@ -35,21 +35,21 @@ class Exchange:
         self._gathers = world_size <= GATHER_RANKS
         self._resize(0)
 
-    def swap(self, state: bytes, number: int = 0) -> tuple[dict[int, bytes], int]:
-        """Give this rank's state; the states of others that are now kept here, and the largest number.
+    def swap(self, state: bytes, numbers: tuple[int, int] = (0, 0)) -> tuple[dict[int, bytes], tuple[int, int]]:
+        """Give this rank's state; the states of others that are now kept here, and the largest numbers.
 
         Raises what torch.distributed raises when a rank is gone or the group is aborted.
         """
         if self._world_size == 1:
-            return {}, number
+            return {}, numbers
         while True:
-            self._fill(state, number)
+            self._fill(state, numbers)
             if self._gathers:
                 dist.all_gather(self._others, self._own, group=self._group)
                 heads = [_HEAD.unpack(bytes(other[: _HEAD.size].tolist())) for other in self._others]
             else:
                 heads = self._to_buddies()
-            longest = max(size for size, _ in heads)
+            longest = max(size for size, *_ in heads)
             if longest <= self._room:
                 break
             self._resize(longest)  # on all ranks alike: all have seen the same heads
@@ -59,7 +59,7 @@ class Exchange:
             if sender != self._rank:
                 size = heads[place][0]
                 kept[sender] = self._others[place][_HEAD.size : _HEAD.size + size].numpy().tobytes()
-        return kept, max(number, *(other for _, other in heads))
+        return kept, (max(numbers[0], *(head[1] for head in heads)), max(numbers[1], *(head[2] for head in heads)))
 
     def _resize(self, longest: int) -> None:
         self._room = (longest * 5 // 4 + _ROOM_BYTES) // 64 * 64
@@ -68,24 +68,24 @@ class Exchange:
         count = self._world_size if self._gathers else len(self._wards)
         self._others = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
 
-    def _fill(self, state: bytes, number: int) -> None:
-        head = _HEAD.pack(len(state), number)
+    def _fill(self, state: bytes, numbers: tuple[int, int]) -> None:
+        head = _HEAD.pack(len(state), *numbers)
         text = bytearray(head + state[: self._room])
         self._own[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
 
-    def _to_buddies(self) -> list[tuple[int, int]]:
+    def _to_buddies(self) -> list[tuple[int, int, int]]:
         # The room must be the same everywhere, and a buddy sees only its wards' sizes: so the sizes go round first.
         sizes = self._own[: _HEAD.size].view(torch.int64).clone()
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self._group)
-        longest, number = sizes.tolist()
+        longest, *numbers = sizes.tolist()
         if longest > self._room:
-            return [(longest, number)]
+            return [(longest, *numbers)]
         work = [dist.irecv(other, ward, group=self._group) for other, ward in zip(self._others, self._wards, strict=True)]
         work += [dist.isend(self._own, buddy, group=self._group) for buddy in self._buddies]
         for pending in work:
             pending.wait()  # type: ignore[union-attr]  # None only for ranks outside the group
         dist.barrier(group=self._group)
-        return [(_HEAD.unpack(bytes(other[: _HEAD.size].tolist()))[0], number) for other in self._others]
+        return [(_HEAD.unpack(bytes(other[: _HEAD.size].tolist()))[0], *numbers) for other in self._others]
 
 
 def buddies(rank: int, world_size: int, copies: int) -> Sequence[int]:

@@ -4,31 +4,38 @@ Theory. A restart inside a process builds new objects, but the old ones are stil
 So the objects of the last RecoverableState of a name stay alive here until the next one has taken over from them. What changes
 between two commits, or is too small to matter, is kept as bytes at each commit: `common` (schedulers, scalers: the same on all
 ranks) and `private` (samplers, random states, buffers: this rank's own, and those of the ranks whose buddy this one is). Two commits
-of each are kept, since ranks can be one step apart when a fault comes.
+of each are kept, since ranks can be one step apart when a fault comes, and those that belong to the newest two versions.
 
 States of the live parts: *unborn* (nothing was committed), *whole* at `step`, *torn* (inside an update).
 Invariants: `step` only grows while the marks are of one run of the function; a torn state is never offered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from hyperpodrun.recovery.parts import Part
+from hyperpodrun.recovery.plan import History
+from hyperpodrun.recovery.shm import HeapSlots
 
 KEPT = 2
 
 
 class Kept:
-    """The newest KEPT values by step."""
+    """The newest KEPT values by step, and those of the newest KEPT versions."""
 
     def __init__(self) -> None:
         self._values: dict[int, bytes] = {}
+        self._pinned: list[int] = []
 
     def put(self, step: int, value: bytes) -> None:
         """Remember a value; the oldest goes."""
         self._values[step] = value
-        while len(self._values) > KEPT:
-            del self._values[min(self._values)]
+        self._tidy()
+
+    def pin(self, step: int) -> None:
+        """Of this step a version is written: the value is needed as long as that one may be."""
+        self._pinned = [*self._pinned, step][-KEPT:]
+        self._tidy()
 
     def get(self, step: int) -> bytes | None:
         """The value after that step, if it is still here."""
@@ -41,34 +48,56 @@ class Kept:
     def cut(self, step: int) -> None:
         """Forget what came after that step: it will be lived again."""
         self._values = {at: value for at, value in self._values.items() if at <= step}
+        self._pinned = [at for at in self._pinned if at <= step]
+
+    def _tidy(self) -> None:
+        keep = {*sorted(self._values)[-KEPT:], *self._pinned}
+        self._values = {at: value for at, value in self._values.items() if at in keep}
 
 
 class Memory:
-    """Of one RecoverableState. `key` is the shard that the live parts are."""
+    """Of one RecoverableState. `key` is the shard that the live parts are; `history` see plan.py; `versions` writes to the node."""
 
     def __init__(self, key: str, parts: Sequence[Part]) -> None:
         self.key = key
         self.parts = parts
         self.step = -1
         self.torn = False
+        self.history: History = ()
         self.common = Kept()
-        self.private: dict[int, Kept] = {}
+        self.private: dict[str, Kept] = {}
+        self.heap: dict[str, HeapSlots] = {}
+        self.stop: Callable[[], None] = _nothing
 
     @property
     def whole(self) -> bool:
         """Can the live parts be given to others?"""
         return self.step >= 0 and not self.torn
 
-    def of_rank(self, rank: int) -> Kept:
-        """The private states of that rank."""
-        return self.private.setdefault(rank, Kept())
+    def state(self, name: str) -> Kept:
+        """The private states of that name."""
+        return self.private.setdefault(name, Kept())
+
+    def pin(self, step: int) -> None:
+        """A version of this step is made."""
+        for kept in (self.common, *self.private.values()):
+            kept.pin(step)
 
     def take_over(self, earlier: "Memory", step: int) -> None:
         """The restart went to `step`: what is known up to there is known still."""
-        self.common, self.private = earlier.common, earlier.private
-        self.common.cut(step)
-        for kept in self.private.values():
+        self.common, self.private, self.heap = earlier.common, earlier.private, earlier.heap
+        for kept in (self.common, *self.private.values()):
             kept.cut(step)
+        for slots in self.heap.values():
+            slots.forget_after(step)
+
+    def only(self, names: Container[str]) -> None:
+        """Private states of other names are not needed any more (they are another world's)."""
+        self.private = {name: kept for name, kept in self.private.items() if name in names}
+
+
+def _nothing() -> None:
+    pass
 
 
 _remembered: dict[str, Memory] = {}

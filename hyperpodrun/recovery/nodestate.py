@@ -1,79 +1,60 @@
-"""When and how this rank writes its part of the node's versions to shared memory.
+"""How this rank writes its part of the node's versions.
 
-Theory. A version costs a copy of the state. So it is written every k steps, k being the least with which training slows by less
-than BUDGET: the time of a write over the time of k steps. Times differ between ranks and the step of a version must not, so each
-rank proposes its k in the exchange that comes before a step, and all take the largest. A write that takes longer than INLINE of a
-step is left to a thread, which has until the next update: parameters do not change before.
+Theory. One rank writes what the ranks of a node hold in common: the lowest one with that shard. Each writes its own private state.
+A write that takes longer than INLINE of a step is left to a thread, which has until the next update: parameters do not change before.
+Versions lie in the node's shared memory. Where that has no room, a shard that others keep copies of is written to this process's own
+memory, from which they fetch it; other shards are not written at all then.
 
-One rank writes what the ranks of a node hold in common: the lowest one with that shard. Each writes its own private state.
-
-States: *off* (no room, or nothing to write), *waiting* for the next version's step, *writing*.
-Invariants: the parts do not change while a version is written; a version's step is the same on all ranks.
+States: *off* (no room, or nothing to write), *idle*, *writing*.
+Invariants: the parts do not change while a version is written.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection
 
 from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import plan, shm
+from hyperpodrun.recovery import shm
+from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Shard
 
-BUDGET = 0.02
 INLINE = 0.01
-MAX_EVERY = 10_000
 
 
 class NodeState:
-    """`names`: what this rank writes. `folder` lies in shared memory; `say` tells the user something once."""
+    """`folder` lies in shared memory; `heap` keeps what has no room there; `say` tells the user something once."""
 
-    def __init__(self, folder: str, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: str, heap: dict[str, shm.HeapSlots], say: Callable[[str], None]) -> None:
         self._folder = folder
+        self._heap = heap
         self._say = say
         self._slots: dict[str, shm.Slots] = {}
+        self._history: History = ()
         self._thread: threading.Thread | None = None
-        self._failure: OSError | None = None
-        self._cost_s = 0.0
-        self._step_s = 0.0
-        self._last_at_s: float | None = None
-        self._due = -1
+        self._sent: set[str] = set()
+        self._done = threading.Condition()
+        self._written = -1
+        self.took_s = 0.0
         self.off = False
 
-    def held(self, names: Sequence[str]) -> dict[tuple[str, int, plan.Kind], Callable[[], Shard]]:
-        """The versions of these shards that are whole here."""
-        found: dict[tuple[str, int, plan.Kind], Callable[[], Shard]] = {}
-        if not os.path.isdir(self._folder):
-            return found
-        for name in names:
-            for step, version in shm.Slots(self._folder, name).versions().items():
-                found[name, step, "shm"] = partial(_same, version)
-        return found
+    def begin(self, step: int, history: History, names: Collection[str], sent: Collection[str], room: bool) -> None:
+        """The state after `step` is in place (-1: a new one). This rank writes `names`; others fetch those `sent`.
 
-    def begin(self, step: int, names: Sequence[str]) -> None:
-        """The state after `step` is in place (-1: a new one): what is newer will be lived again."""
+        What is newer than `step` will be lived again and goes. `room`: is there enough of it?
+        """
+        self._history = history
+        self._sent = set(sent)
         try:
             _hold(self._folder)
+            for name in {*names, *(version.name for version in shm.scan(self._folder))}:
+                shm.Slots(self._folder, name).forget_after(step)
         except OSError as error:
-            self._failure = error
-            self._failed()
-            return
-        self._slots = {name: shm.Slots(self._folder, name) for name in names}
-        for slots in self._slots.values():
-            slots.forget_after(step)
-        self._due = step + 1
-        self._last_at_s = None
-
-    def wants(self, step: int) -> bool:
-        """Is a version due after this step?"""
-        return not self.off and step >= self._due
-
-    def proposal(self) -> int:
-        """After how many steps this rank would write the next version."""
-        if self.off or not self._step_s:
-            return 1
-        return min(MAX_EVERY, max(1, -(-int(self._cost_s * 1e6) // max(1, int(self._step_s * BUDGET * 1e6)))))
+            self._say(f"the node's shared memory cannot be used: {error.strerror or error}")
+            room = False
+        self._slots = {name: shm.Slots(self._folder, name) for name in names} if room else {}
+        self._slots |= {name: self._on_heap(name) for name in sent if not room}
+        self.off = not self._slots
 
     def settle(self) -> None:
         """Before anything changes: the version under way is finished."""
@@ -81,39 +62,47 @@ class NodeState:
         if thread is not None:
             thread.join()
 
-    def stepped(self, step: int, every: int, made: Callable[[], dict[str, Shard]]) -> None:
-        """A step was committed; write the version if it is due. `made` gives the shards by name."""
-        now_s = time.monotonic()
-        if self._last_at_s is not None:
-            took_s = now_s - self._last_at_s
-            self._step_s = took_s if not self._step_s else 0.8 * self._step_s + 0.2 * took_s
-        self._last_at_s = now_s
-        if not self.wants(step) or self._failed():
+    def write(self, step: int, shards: dict[str, Shard], step_s: float) -> None:
+        """Write the version of this step; what has no place is left out."""
+        if self.off:
             return
-        self._due = step + every
-        shards = made()
-        if self._cost_s <= INLINE * self._step_s or not self._step_s:
+        if self.took_s <= INLINE * step_s or not step_s:
             self._write(step, shards)
-            self._failed()
         else:
             self._thread = threading.Thread(target=self._write, args=(step, shards), name="hyperpodrun-version", daemon=True)
             self._thread.start()
 
+    def version(self, name: str, step: int, timeout_s: float) -> Shard | None:
+        """That version, once it is written."""
+        with self._done:
+            self._done.wait_for(lambda: self._written >= step or self.off, timeout_s)
+        slots = self._slots.get(name)
+        found = [] if slots is None else slots.found()
+        return next((version.shard for version in found if version.step == step), None)
+
     def _write(self, step: int, shards: dict[str, Shard]) -> None:
         began_s = time.monotonic()
-        try:
-            for name, made in shards.items():
-                self._slots[name].write(step, made)
-        except OSError as error:
-            self._failure = error
-        took_s = time.monotonic() - began_s
-        self._cost_s = took_s if not self._cost_s else 0.7 * self._cost_s + 0.3 * took_s
+        for name, made in shards.items():
+            if name in self._slots:
+                self._write_one(name, step, made)
+        self.took_s = time.monotonic() - began_s
+        with self._done:
+            self._written = step
+            self._done.notify_all()
 
-    def _failed(self) -> bool:
-        if self._failure is not None and not self.off:
-            self.off = True
-            self._say(f"the node's shared memory holds no versions from now on: {self._failure.strerror or self._failure}")
-        return self.off
+    def _write_one(self, name: str, step: int, made: Shard) -> None:
+        try:
+            self._slots[name].write(step, made, self._history)
+        except OSError as error:
+            self._say(f"the node's shared memory gets no more versions of {name!r}: {error.strerror or error}")
+            del self._slots[name]
+            if name in self._sent:
+                self._slots[name] = self._on_heap(name)
+                self._slots[name].write(step, made, self._history)
+            self.off = not self._slots
+
+    def _on_heap(self, name: str) -> shm.Slots:
+        return self._heap.setdefault(name, shm.HeapSlots(name))
 
 
 _held: dict[str, int] = {}
@@ -123,7 +112,3 @@ def _hold(folder: str) -> None:
     """Mark the folder as used by this process, until it ends."""
     if folder not in _held or not os.path.exists(os.path.join(folder, "lock")):
         _held[folder] = node_state.hold(folder)
-
-
-def _same(version: Shard) -> Shard:
-    return version

@@ -89,8 +89,8 @@ class OptimizerPart:
     def leaves(self) -> Leaves:
         """See Part."""
         state = {
-            place: {key: _gathered(value) for key, value in self._optimizer.state[parameter].items()}
-            for place, parameter in enumerate(self._parameters())
+            place: {key: _gathered(value, parameter) for key, value in self._optimizer.state[parameter].items()}
+            for place, parameter in enumerate(self.parameters())
             if parameter in self._optimizer.state
         }
         groups = [
@@ -102,13 +102,13 @@ class OptimizerPart:
     def places(self, leaves: Sequence[codec.Leaf]) -> list[torch.Tensor]:
         """See Part."""
         here = dict(self.leaves()[0])
-        parameters = self._parameters()
+        parameters = self.parameters()
         return [_place(leaf, here.get(leaf.path), _device_of(leaf, parameters)) for leaf in leaves]
 
     def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """See Part."""
         there = codec.decode(skeleton, tensors)
-        groups, parameters = self._optimizer.param_groups, self._parameters()
+        groups, parameters = self._optimizer.param_groups, self.parameters()
         if [group["params"] for group in there["groups"]] != [len(group["params"]) for group in groups]:
             raise RecoveryError(f"{self.name}: its groups do not hold as many parameters as before the restart")
         for group, values in zip(groups, there["groups"], strict=True):
@@ -120,7 +120,8 @@ class OptimizerPart:
             parameter = parameters[place]
             self._optimizer.state[parameter] = {key: _spread(value, parameter) for key, value in values.items()}
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> list[torch.Tensor]:
+        """All that it optimizes, in its order."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
@@ -142,6 +143,17 @@ class PlainPart:
     def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """See Part. What the object's own load_state_dict raises is raised."""
         self._thing.load_state_dict(codec.decode(skeleton, [tensor.clone() for tensor in tensors]))
+
+
+def expected_bytes(parts: Sequence[Part]) -> int:
+    """What their tensors will take once the optimizers have made their state: two values a parameter is assumed before that."""
+    size = 0
+    for part in parts:
+        tensors = [tensor for _, tensor in part.leaves()[0]]
+        if isinstance(part, OptimizerPart) and not tensors:
+            tensors = [local(parameter) for parameter in part.parameters()] * 2
+        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return size
 
 
 def part_of(name: str, thing: Any) -> Part:
@@ -181,15 +193,32 @@ def _over(here: Any, there: Any) -> Any:
     return there
 
 
-def _gathered(value: Any) -> Any:
-    return (_SPREAD, local(value)) if hasattr(value, "to_local") else value
+def _gathered(value: Any, like: torch.Tensor) -> Any:
+    """A DTensor of an optimizer as plain values: this rank's piece, the whole's shape, how it is spread if not as its parameter."""
+    if not hasattr(value, "to_local"):
+        return value
+    same = (getattr(like, "placements", None), getattr(like, "device_mesh", None)) == (value.placements, value.device_mesh)
+    spread = None if same else [_dim_of(kind) for kind in value.placements]
+    return _SPREAD, local(value), tuple(value.shape), tuple(value.stride()), spread
+
+
+def _dim_of(kind: Any) -> int | None:
+    """The dimension of the tensor that is sharded; None: replicated."""
+    if kind.is_replicate():
+        return None
+    if type(kind).__name__ == "Shard":
+        return int(kind.dim)
+    raise codec.CodecError(f"an optimizer's state is spread as {kind}, unlike its parameter: that cannot be carried")
 
 
 def _spread(value: Any, like: torch.Tensor) -> Any:
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == _SPREAD:
-        from torch.distributed.tensor import DTensor
+    if isinstance(value, tuple) and len(value) == 5 and value[0] == _SPREAD:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        return DTensor.from_local(value[1], like.device_mesh, like.placements, run_check=False)  # type: ignore[attr-defined]  # a DTensor
+        _, piece, shape, stride, spread = value
+        placements = like.placements if spread is None else [Replicate() if dim is None else Shard(dim) for dim in spread]  # type: ignore[attr-defined]  # a DTensor
+        mesh: Any = like.device_mesh  # type: ignore[attr-defined]  # a DTensor
+        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return value
 
 

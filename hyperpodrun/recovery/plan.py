@@ -8,6 +8,14 @@ each shard that anybody needs has a holder of it. All offers in, the same plan o
 A rank that must fetch overwrites what it has. As long as only one rank holds the version chosen, the last live holder of the newest
 whole version before it waits (wave 1) until another one has it (wave 0): a second fault meanwhile then finds a whole version still.
 
+Timelines. A restart to step v makes what came after v void, though it may still lie about (a node that was away comes back with it).
+So everything held knows its *history*, the steps that the job has been restored to: what was made after `n` restarts (its lineage)
+counts only if none of the later ones went back behind it. The longest history offered is the job's.
+
+Changed worlds. Private states carry the size of their world in their names. In a world of another size rank r goes on with the
+private state of rank r modulo the old size, and that is right only if the samplers' states are equal on all ranks (counted in
+samples of the whole job): they are compared.
+
 Invariants: nothing is fetched at another step than the plan's; the byte ranges that a rank fetches of a shard cover it once; a rank
 that holds the version live fetches nothing of that shard; nobody fetches from itself but out of shared memory or a copy.
 
@@ -20,8 +28,9 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["live", "copy", "shm"]
-_KINDS: tuple[Kind, ...] = ("live", "copy", "shm")
+Kind = Literal["live", "copy", "shm", "tiered"]
+KINDS: tuple[Kind, ...] = ("live", "copy", "shm", "tiered")
+History = tuple[int, ...]
 STRIPE_BYTES = 32 << 20
 """Shards larger than this are fetched from several holders at once."""
 MAX_STRIPES = 4
@@ -29,7 +38,7 @@ ALIGN_BYTES = 64
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
-    """One version of one shard. `layout` is the digest of its names, types and shapes, `content` that of its bytes ("": unknown)."""
+    """One version of one shard. `layout` is the digest of its names, types and shapes, `content` one of values ("": unknown)."""
 
     shard: str
     step: int
@@ -37,17 +46,19 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     layout: str = ""
     content: str = ""
+    lineage: int = 0
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank needs and has. `group` is its topology key; `stored` the step of a stored checkpoint that it can load, -1: none."""
+    """What a rank needs and has. `group` is its topology key. `world`: the size of the world, when it needs a private state too."""
 
     rank: int
     node: str
     needs: tuple[str, ...]
     holdings: tuple[Holding, ...] = ()
     group: str = ""
-    stored: int = -1
+    world: int = 0
+    history: History = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
@@ -63,11 +74,13 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Restore the state after `step`. `why`: one line for people."""
+    """Restore the state after `step`. `why`: one line for people. `world`: the size of the one that the private states are of."""
 
     step: int
     fetches: tuple[Fetch, ...]
     why: str
+    history: History = ()
+    world: int = 0
 
     def of(self, rank: int) -> tuple[Fetch, ...]:
         """What this rank fetches."""
@@ -84,35 +97,86 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Infeasible(msgspec.Struct, frozen=True):
-    """Memory does not hold a whole version. `stored`: the stored checkpoint's step that all ranks can load, -1: begin afresh."""
+    """Nothing holds a whole version: a new beginning."""
 
     why: str
-    stored: int = -1
+    history: History = ()
 
 
 class Contradiction(ValueError):
-    """Holders of one version differ: they are no replicas of each other, and restoring would mix two models."""
+    """Holders of one version differ: they are no replicas of each other, and restoring would mix two models. Restarts do not help."""
+
+    rung = "end"
+
+
+def private(rank: int, world: int) -> str:
+    """The name of a private state."""
+    return f"rank {rank} of {world}"
+
+
+def needs(offer: Offer, world: int) -> tuple[str, ...]:
+    """All that a rank needs when the private states are those of a world of that size."""
+    return (*offer.needs, private(offer.rank % world, world)) if offer.world else offer.needs
 
 
 def make(offers: Sequence[Offer]) -> Plan | Infeasible:
     """The plan for these offers, one of each rank. Raises Contradiction."""
+    history = max((offer.history for offer in offers), key=lambda history: (len(history), history), default=())
+    offers = [_valid(offer, history) for offer in offers]
+    found: list[Plan | Infeasible] = [_make(offers, world) for world in _worlds(offers)]
+    plans = [made for made in found if isinstance(made, Plan)]
+    if not plans:
+        return msgspec.structs.replace(found[0], history=history)
+    best = max(plans, key=lambda made: made.step)  # the first of equals: this world's
+    return msgspec.structs.replace(best, history=history)
+
+
+def _valid(offer: Offer, history: History) -> Offer:
+    """Without what a later restart has made void."""
+    holdings = tuple(held for held in offer.holdings if all(held.step <= back for back in history[held.lineage :]))
+    return offer if len(holdings) == len(offer.holdings) else msgspec.structs.replace(offer, holdings=holdings)
+
+
+def _worlds(offers: Sequence[Offer]) -> list[int]:
+    """Sizes of worlds whose private states are to be tried, this one first."""
+    now = max((offer.world for offer in offers), default=0)
+    if not now:
+        return [0]
+    names = {held.shard.rpartition(" of ") for offer in offers for held in offer.holdings if held.shard.startswith("rank ")}
+    others = {int(size) for _, _, size in names if size.isdigit() and int(size) > 0}
+    return [now, *sorted(others - {now}, reverse=True)]
+
+
+def _make(offers: Sequence[Offer], world: int) -> Plan | Infeasible:
+    now = max((offer.world for offer in offers), default=0)
+    offers = [msgspec.structs.replace(offer, needs=needs(offer, world)) for offer in offers]
     by_rank = {offer.rank: offer for offer in offers}
     needed = sorted({shard for offer in offers for shard in offer.needs})
     holders = _holders(by_rank)
-    stored = min((offer.stored for offer in offers), default=-1)
     steps = sorted({step for shard, step in holders if shard in set(needed)}, reverse=True)
     whole = [step for step in steps if all((shard, step) in holders for shard in needed)]
     if not whole:
-        return Infeasible(_why_not(needed, holders, steps), stored)
+        return Infeasible(_why_not(needed, holders, steps))
     step = whole[0]
-    if stored > step:
-        return Infeasible(f"memory holds the state after step {step}, a stored checkpoint that after step {stored}", stored)
     for shard in needed:
         _agree(shard, step, holders[shard, step])
+    if world != now:
+        _portable(step, [(shard, holders[shard, step][0][1]) for shard in needed if shard.startswith("rank ")])
     fetches = _fetches(by_rank, holders, step)
     if len(whole) > 1:
         fetches = _held_back(fetches, holders, step, whole[1])
-    return Plan(step, tuple(fetches), _why(step, steps, fetches))
+    return Plan(step, tuple(fetches), _why(step, steps, fetches), world=world)
+
+
+def _portable(step: int, states: Sequence[tuple[str, Holding]]) -> None:
+    """Can ranks of another world go on with these private states?"""
+    first, one = states[0]
+    for shard, held in states[1:]:
+        if held.content != one.content:
+            raise Contradiction(
+                f"the world's size has changed and the samplers' states after step {step} differ ({first}, {shard}): samples would be "
+                "lost or repeated. A sampler whose state counts the samples of the whole job, equal on all ranks, can be taken over"
+            )
 
 
 def feasible(offers: Sequence[Offer]) -> tuple[bool, str]:
@@ -162,11 +226,13 @@ def _fetch(
 ) -> list[Fetch]:
     def distance(source: int, holding: Holding) -> tuple[int, int]:
         other = by_rank[source]
+        if holding.kind == "tiered":
+            return 4, 0 if source == offer.rank else 1
         if other.node == offer.node:
             far = 1
         else:
             far = 2 if other.group and other.group == offer.group else 3
-        return far, _KINDS.index(holding.kind)
+        return far, KINDS.index(holding.kind)
 
     nearest = min(distance(source, holding)[0] for source, holding in held)
     near = [(source, holding) for source, holding in held if distance(source, holding)[0] == nearest]
@@ -207,8 +273,13 @@ def _why(step: int, steps: Sequence[int], fetches: Sequence[Fetch]) -> str:
     if not fetches:
         return f"every rank has the state after step {step} itself"
     ranks = sorted({fetch.rank for fetch in fetches})
-    kinds = [kind for kind in _KINDS if any(fetch.kind == kind for fetch in fetches)]
-    words = {"live": "peers' memory", "copy": "copies in peers' memory", "shm": "shared memory"}
+    kinds = [kind for kind in KINDS if any(fetch.kind == kind for fetch in fetches)]
+    words = {
+        "live": "peers' memory",
+        "copy": "copies in peers' memory",
+        "shm": "shared memory",
+        "tiered": "the stored checkpoint",
+    }
     newer = f"; step {steps[0]} is not whole" if steps[0] > step else ""
     return f"{_ranks(ranks)} the state after step {step} from {' and '.join(words[kind] for kind in kinds)}{newer}"
 

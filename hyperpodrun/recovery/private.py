@@ -13,9 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from hyperpodrun.recovery import rng, shard
 from hyperpodrun.recovery.parts import RecoveryError, local
+
+PORTABLE_BYTES = 16
 
 
 class _Values:
@@ -76,16 +79,21 @@ class Private:
         return not self._things and not self._buffers and self._mode != "replicate"
 
     def capture(self) -> bytes:
-        """All of it, now. Raises CodecError."""
+        """All of it, now, behind a digest of what must be equal on all ranks if the world's size is to change. Raises CodecError."""
         values: dict[str, Any] = {name: thing.state_dict() for name, thing in self._things.items()}
         for path in [path for path, first in self._untouched.items() if not torch.equal(local(self._buffers[path]), first)]:
             del self._untouched[path]
         touched = {path: local(buffer) for path, buffer in self._buffers.items() if path not in self._untouched}
-        return pack({"things": values, "buffers": touched, "rng": rng.capture() if self._mode == "replicate" else None})
+        states = rng.capture() if self._mode == "replicate" else None
+        portable = xxhash.xxh3_128(pack(values)).digest() if values else bytes(PORTABLE_BYTES)
+        return portable + pack({"things": values, "buffers": touched, "rng": states})
 
-    def install(self, text: bytes) -> None:
-        """Put it back. Raises CodecError, RecoveryError, and what an object's load_state_dict raises."""
-        values = unpack(text)
+    def install(self, text: bytes, fresh: int | None = None) -> None:
+        """Put it back. `fresh`: a seed for the generators, when the random states in it are another rank's.
+
+        Raises CodecError, RecoveryError, and what an object's load_state_dict raises.
+        """
+        values = unpack(text[PORTABLE_BYTES:])
         if values["things"].keys() != self._things.keys():
             raise RecoveryError(f"the state has {', '.join(values['things'])}, here are {', '.join(self._things)}")
         for name, thing in self._things.items():
@@ -95,5 +103,7 @@ class Private:
                 raise RecoveryError(f"there is no buffer {path} any more")
             local(self._buffers[path]).copy_(value)
             self._untouched.pop(path, None)
-        if values["rng"] is not None and self._mode == "replicate":
+        if self._mode == "replicate" and fresh is not None:
+            rng.seed_with(fresh)
+        elif self._mode == "replicate" and values["rng"] is not None:
             rng.install(values["rng"])

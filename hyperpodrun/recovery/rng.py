@@ -34,7 +34,7 @@ def capture() -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type for it
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
@@ -65,7 +65,11 @@ def seed_of(seed: int, rank: int, step: int) -> int:
 
 def seed_all(seed: int, rank: int, step: int) -> None:
     """Seed every generator for this step of this rank."""
-    value = seed_of(seed, rank, step)
+    seed_with(seed_of(seed, rank, step))
+
+
+def seed_with(value: int) -> None:
+    """Seed every generator with 64 bits."""
     random.seed(value)
     torch.manual_seed(value >> 1)  # GPUs' too
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -2,34 +2,78 @@
 
 Theory. A version is a file under /dev/shm: a head, the layout, the row. Each shard has two files, written in turn, so that one whole
 version is there while the next is being written; ranks are never more than one version apart, because all of them have finished one
-before any begins the next (see exchange.py). A head that says WHOLE is written last, with a checksum over everything: what a killed
-writer leaves behind is no version. All memory is reserved when a file is made, so that a full /dev/shm is told then and never met by
-a write (on tmpfs that would be SIGBUS).
+before any begins the next (see pace.py). A head that says WHOLE is written last, with a checksum over everything: what a killed
+writer leaves behind is no version. Head and description have a checksum of their own, so that what a file holds is known at once, and
+its row is read only when it is needed. All memory is reserved when a file is made, so that a full /dev/shm is told then and never met
+by a write (on tmpfs that would be SIGBUS).
 
 Invariants: a version that is offered has its checksum; readers see a version or nothing.
 Source: tmpfs(5), posix_fallocate(3), mmap(2); xxHash (XXH3, 64 bit).
 """
 
+import ctypes
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 import torch
 import xxhash
 
 from hyperpodrun.recovery.codec import CodecError
+from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Layout, Shard
 
-_HEAD = struct.Struct("<8sqQQQ16s")
-_MAGIC_WHOLE, _MAGIC_TORN = b"HPRstate", b"HPR-torn"
+_HEAD = struct.Struct("<8sqQQQQ16s")
+_MAGIC_WHOLE, _MAGIC_TORN = b"HPRstat2", b"HPR-torn"
 _PAGE_BYTES = 4096
+_SUFFIXES = (".0", ".1")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class NoRoom(OSError):
     """The shared memory is too small for two versions; says how much is needed and how to get it."""
+
+
+class _Meta(msgspec.Struct, frozen=True, array_like=True):
+    shard: str
+    layout: Layout
+    history: History
+
+
+class Version:
+    """What a file holds. Its description is checked; `check` says whether the row is what was written (it reads all of it once)."""
+
+    def __init__(self, step: int, meta: _Meta, where: memoryview, start: int, digest: bytes) -> None:
+        self.path = ""
+        self.step = step
+        self.name = meta.shard
+        self.history = meta.history
+        self.shard = Shard(meta.layout, _tensors(meta.layout, where, start))
+        self._row = where[start:]
+        self._digest = digest
+        self._good: bool | None = None
+
+    def check(self) -> bool:
+        """Is every bit as it was?"""
+        if self._good is None:
+            self._good = xxhash.xxh3_128(self._row).digest() == self._digest
+        return self._good
+
+    def discard(self) -> None:
+        """It is damaged: nobody shall find it again."""
+        if self.path:
+            with suppress(OSError):
+                os.unlink(self.path)
 
 
 class Slots:
@@ -39,44 +83,66 @@ class Slots:
         self._folder = folder
         self._shard = shard
         name = blake2b(shard.encode(), digest_size=10).hexdigest()
-        self._paths = [os.path.join(folder, f"{name}.{place}") for place in range(2)]
-        self._maps: dict[str, tuple[mmap.mmap, memoryview]] = {}
+        self._paths = [os.path.join(folder, name + suffix) for suffix in _SUFFIXES]
+        self._maps: dict[str, memoryview] = {}
+        self._open: tuple[memoryview, int, _Meta, int] | None = None
 
-    def write(self, step: int, shard: Shard) -> None:
+    def write(self, step: int, shard: Shard, history: History = ()) -> None:
         """Write a version over the older one. Raises NoRoom, OSError."""
-        layout = msgspec.msgpack.encode((self._shard, shard.layout))
-        start = _aligned(_HEAD.size + len(layout))
+        row = self.reserve(step, shard.layout, history)
+        for into, out in zip(row.tensors, shard.tensors, strict=True):
+            into.copy_(out)
+        self.commit()
+
+    def reserve(self, step: int, layout: Layout, history: History = ()) -> Shard:
+        """Begin a version over the older one: the shard to be filled. Raises NoRoom, OSError."""
+        meta = _Meta(self._shard, layout, history)
+        size = len(msgspec.msgpack.encode(meta))
+        start = _aligned(_HEAD.size + size)
         steps = [self._step(path) for path in self._paths]
         path = self._paths[steps.index(min(steps))] if step not in steps else self._paths[steps.index(step)]
-        where = self._map(path, start + shard.nbytes)
-        where[: _HEAD.size] = _HEAD.pack(_MAGIC_TORN, step, 0, 0, 0, bytes(16))
-        where[_HEAD.size : _HEAD.size + len(layout)] = layout
-        if shard.nbytes:
-            row = torch.frombuffer(where, dtype=torch.uint8, count=shard.nbytes, offset=start)
-            for _, offset, piece in shard.leaves():
-                row[offset : offset + piece.numel()].copy_(piece)
-        digest = _digest(where, step, len(layout), start, shard.nbytes)
-        where[: _HEAD.size] = _HEAD.pack(_MAGIC_WHOLE, step, len(layout), start, shard.nbytes, digest)
+        where = self._map(path, start + layout.nbytes)
+        where[: _HEAD.size] = _HEAD.pack(_MAGIC_TORN, step, 0, 0, 0, 0, bytes(16))
+        self._open = where, step, meta, start
+        return Shard(layout, _tensors(layout, where, start))
+
+    def commit(self) -> None:
+        """The reserved shard is filled: from now on it is a version."""
+        assert self._open is not None, "reserve() comes first"
+        (where, step, meta, start), self._open = self._open, None
+        text = msgspec.msgpack.encode(meta)
+        where[_HEAD.size : _HEAD.size + len(text)] = text
+        nbytes = meta.layout.nbytes
+        digest = _digest(where[start : start + nbytes])
+        sizes = len(text), start, nbytes
+        where[: _HEAD.size] = _HEAD.pack(_MAGIC_WHOLE, step, *sizes, _sum(step, sizes, text, digest), digest)
 
     def versions(self) -> dict[int, Shard]:
         """All whole versions, checked; the memory is mapped, not copied."""
-        found = {}
-        for path in self._paths:
-            version = self._read(path)
-            if version is not None:
-                found[version[0]] = version[1]
-        return found
+        return {found.step: found.shard for found in self.found() if found.check()}
+
+    def found(self) -> list[Version]:
+        """All versions, their rows not checked yet."""
+        found = [self._version(path) for path in self._paths]
+        return [version for version in found if version is not None and version.name == self._shard]
 
     def forget_after(self, step: int) -> None:
         """Remove versions that are newer: those steps will be lived again."""
         for path in self._paths:
             if self._step(path) > step:
-                self._maps.pop(path, None)
-                os.unlink(path)
+                self._remove(path)
 
     def close(self) -> None:
         """Let the mapped memory go (what was read of it must be gone by then)."""
         self._maps.clear()
+
+    def _remove(self, path: str) -> None:
+        self._maps.pop(path, None)
+        with suppress(FileNotFoundError):  # another rank of the node was faster
+            os.unlink(path)
+
+    def _version(self, path: str) -> Version | None:
+        return read(path)
 
     def _step(self, path: str) -> int:
         try:
@@ -88,8 +154,8 @@ class Slots:
 
     def _map(self, path: str, size: int) -> memoryview:
         known = self._maps.get(path)
-        if known is not None and len(known[1]) == size:
-            return known[1]
+        if known is not None and len(known) == size:
+            return known
         self._maps.pop(path, None)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -100,39 +166,98 @@ class Slots:
             except OSError as error:
                 os.unlink(path)
                 raise NoRoom(error.errno, _no_room(self._folder, size, self._shard)) from error
-            mapped = mmap.mmap(fd, size)
+            self._maps[path] = mapped(fd, size)
         finally:
             os.close(fd)
-        self._maps[path] = mapped, memoryview(mapped)
-        return self._maps[path][1]
-
-    def _read(self, path: str) -> tuple[int, Shard] | None:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return None
-        try:
-            size = os.fstat(fd).st_size
-            if size < _HEAD.size or os.fstat(fd).st_uid != os.getuid():
-                return None
-            where = memoryview(mmap.mmap(fd, size))
-        finally:
-            os.close(fd)
-        magic, step, layout_bytes, start, nbytes, digest = _HEAD.unpack(where[: _HEAD.size])
-        if magic != _MAGIC_WHOLE or start + nbytes != size or _HEAD.size + layout_bytes > start:
-            return None
-        if _digest(where, step, layout_bytes, start, nbytes) != digest:
-            return None
-        try:
-            name, layout = msgspec.msgpack.decode(where[_HEAD.size : _HEAD.size + layout_bytes], type=tuple[str, Layout])
-            if name != self._shard or layout.nbytes != nbytes:
-                return None
-            return step, Shard(layout, _tensors(layout, where, start, nbytes))
-        except (msgspec.DecodeError, CodecError):
-            return None
+        return self._maps[path]
 
 
-def _tensors(layout: Layout, where: memoryview, start: int, nbytes: int) -> Sequence[torch.Tensor]:
+class HeapSlots(Slots):
+    """The same in this process's own memory, for where shared memory has no room. They live as long as the process."""
+
+    def __init__(self, shard: str) -> None:
+        super().__init__("", shard)
+
+    def _map(self, path: str, size: int) -> memoryview:
+        known = self._maps.get(path)
+        if known is None or len(known) != size:
+            self._maps.pop(path, None)
+            known = self._maps[path] = mapped(-1, size)
+        return known
+
+    def _step(self, path: str) -> int:
+        if path not in self._maps:
+            return -2
+        magic, step, *_ = _HEAD.unpack(self._maps[path][: _HEAD.size])
+        return int(step) if magic == _MAGIC_WHOLE else -1
+
+    def _version(self, path: str) -> Version | None:
+        return _parse(self._maps[path]) if path in self._maps else None
+
+    def _remove(self, path: str) -> None:
+        self._maps.pop(path, None)
+
+
+def scan(folder: str) -> list[Version]:
+    """All versions of all shards in a folder, their rows not checked."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    found = [read(os.path.join(folder, name)) for name in names if name.endswith(_SUFFIXES)]
+    return [version for version in found if version is not None]
+
+
+def read(path: str) -> Version | None:
+    """The version in a file, its row not checked; None when there is none."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        if size < _HEAD.size or os.fstat(fd).st_uid != os.getuid():
+            return None
+        version = _parse(mapped(fd, size))
+    finally:
+        os.close(fd)
+    if version is not None:
+        version.path = path
+    return version
+
+
+def mapped(fd: int, size: int) -> memoryview:
+    """The file's memory, shared and writable (-1: memory of nobody else), for as long as somebody holds a part of it. Raises OSError.
+
+    Python's mmap keeps a descriptor of its own open for each mapping, which would grow over restarts.
+    """
+    kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mmap of {size} bytes: {os.strerror(number)}")
+    kind_of_array: Any = type("Mapped", (ctypes.c_char * size,), {})  # a class that weak references can point to
+    array = kind_of_array.from_address(address)
+    weakref.finalize(array, _libc.munmap, address, size).atexit = False
+    return memoryview(array).cast("B")
+
+
+def _parse(where: memoryview) -> Version | None:
+    magic, step, length, start, nbytes, checksum, digest = _HEAD.unpack(where[: _HEAD.size])
+    if magic != _MAGIC_WHOLE or start + nbytes != len(where) or _HEAD.size + length > start:
+        return None
+    text = where[_HEAD.size : _HEAD.size + length]
+    if _sum(step, (length, start, nbytes), text, digest) != checksum:
+        return None
+    try:
+        meta = msgspec.msgpack.decode(text, type=_Meta)
+        return Version(step, meta, where, start, digest) if meta.layout.nbytes == nbytes else None
+    except (msgspec.DecodeError, CodecError):
+        return None
+
+
+def _tensors(layout: Layout, where: memoryview, start: int) -> Sequence[torch.Tensor]:
+    nbytes = layout.nbytes
     row = torch.frombuffer(where, dtype=torch.uint8, count=nbytes, offset=start) if nbytes else torch.empty(0, dtype=torch.uint8)
     tensors, at = [], 0
     for part in layout.parts:
@@ -146,11 +271,14 @@ def _aligned(size: int) -> int:
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _digest(where: memoryview, step: int, layout_bytes: int, start: int, nbytes: int) -> bytes:
-    state = xxhash.xxh3_128(struct.pack("<qQQQ", step, layout_bytes, start, nbytes))
-    state.update(where[_HEAD.size : _HEAD.size + layout_bytes])
-    state.update(where[start : start + nbytes])
-    return state.digest()
+def _digest(row: memoryview) -> bytes:
+    return xxhash.xxh3_128(row).digest()
+
+
+def _sum(step: int, sizes: tuple[int, int, int], text: bytes | memoryview, digest: bytes) -> int:
+    state = xxhash.xxh3_64(struct.pack("<qQQQ", step, *sizes) + digest)
+    state.update(text)
+    return state.intdigest()
 
 
 def _no_room(folder: str, size: int, shard: str) -> str:

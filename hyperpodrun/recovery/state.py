@@ -8,8 +8,9 @@
             scheduler.step()
 
 Theory. Nothing is copied as long as all goes well, but what is small: private state (private.py) is exchanged on entering
-`update`, schedulers' and scalers' values are noted on leaving it, and every k steps the node's shared memory gets a version
-(nodestate.py). After a restart `restore` finds the newest step that is whole somewhere (restoring.py).
+`update`, schedulers' and scalers' values are noted on leaving it, and every k steps a version of the state is written to the node's
+shared memory and to buddies on other nodes (versions.py). After a restart `restore` finds the newest step that is whole somewhere
+(restoring.py).
 
 Leaving `update(step)` without an exception commits the step: model, optimizer, scheduler, scaler, sampler and random states are
 then the state after `step`. What is changed outside of it (a scheduler stepped after the block) would be lost in a restart, so it
@@ -18,21 +19,23 @@ is an error.
 States: *new* (before `restore`), *between* updates, *inside* one (torn until it is left in good order).
 """
 
+import os
 import sys
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from hyperpodrun.agent.wire import node_state
 from hyperpodrun.inprocess.progress import note_step
 from hyperpodrun.inprocess.session import update_section
-from hyperpodrun.recovery import memory, private, restoring, rng, shard
+from hyperpodrun.recovery import keys, memory, plan, private, rng, shard
 from hyperpodrun.recovery.exchange import Exchange
+from hyperpodrun.recovery.held import Held, blob
 from hyperpodrun.recovery.memory import Memory
-from hyperpodrun.recovery.nodestate import NodeState
-from hyperpodrun.recovery.parts import Part, RecoveryError, part_of
+from hyperpodrun.recovery.parts import Part, RecoveryError, expected_bytes, part_of
+from hyperpodrun.recovery.restoring import Nothing, Restoring
+from hyperpodrun.recovery.transfer import TOKEN_BYTES
+from hyperpodrun.recovery.versions import Room, Versions, found_by
 from hyperpodrun.recovery.where import Meeting, Where, look, ranks_of
 
 CHECKS = 3
@@ -87,9 +90,9 @@ class RecoverableState:
         self._where: Where | None = None
         self._memory: Memory | None = None
         self._exchange: Exchange | None = None
-        self._node: NodeState | None = None
+        self._versions: Versions | None = None
         self._writes_shard = False
-        self._every = 1
+        self._every, self._waits = 1, False
         self._checks = CHECKS
         self.restored_from = "fresh"
         """Where the state came from: "own", "peer", "copy", "shm" or "fresh"."""
@@ -105,69 +108,104 @@ class RecoverableState:
         """
         where = self._where = look()
         earlier = memory.of(self._name)
-        key = _shard_key(self._models, ranks_of(self._group, where.world_size), where.rank)
-        mine = self._memory = Memory(key, self._shared)
+        if earlier is not None:
+            earlier.stop()
+        mine = self._memory = Memory(self._key(where), self._shared)
         if not where.launched:
             self.why = "not started by hyperpodrun: there is nothing to recover from"
             self._seed_step(0)
             return 0
-        needs = [key, *([f"common {key}"] if self._common else []), f"rank {where.rank}"]
-        self._node = NodeState(node_state.folder_of(where.job_id, where.node), self._say) if self._copies >= 2 else None
-        on_node = (
-            self._node.held([key, *(f"common {key}",), *(f"rank {rank}" for rank in range(where.world_size))])
-            if self._node
-            else {}
-        )
         meeting = Meeting(where, self._name)
-        attempt = restoring.Restoring(where, meeting, key, self._shared, earlier, {**restoring.held_by(earlier), **on_node})
-        found = attempt.restore(needs)
-        if isinstance(found, str):
-            self.why = found
+        if earlier is not None:
+            mine.heap = earlier.heap
+        if self._copies >= 2:
+            token = meeting.from_first("versions", os.urandom(TOKEN_BYTES))
+            versions = self._versions = Versions(where, mine, self._copies, token, self._say)
+            mine.stop = versions.close
+        attempt = self._attempt(where, meeting, earlier)
+        found = attempt.restore(None if self._versions is None else self._room)
+        self.why = found.why
+        if isinstance(found, Nothing):
             step = -1
         else:
-            step, self.restored_from, self.why = found.step, found.source, found.why
-            self._install_small(attempt.blobs, step)
+            step, self.restored_from = found.step, found.source
+            self._install_small(attempt.blobs, step, found.world)
+        mine.history = (*found.history, step)
         if earlier is not None:
             mine.take_over(earlier, step)
         mine.step = step
         memory.remember(self._name, mine)
-        self._settle(meeting, step, attempt.first_on_node(key))
+        self._settle(meeting, step, attempt)
         return step + 1
 
-    def _install_small(self, blobs: dict[str, bytes], step: int) -> None:
+    def feasible(self) -> tuple[bool, str]:
+        """Could `restore` bring the state back from what is held now, and why (not)? All ranks call it; nothing changes.
+
+        Raises plan.Contradiction.
+        """
+        where = look()
+        if not where.launched:
+            return False, "not started by hyperpodrun: there is nothing to recover from"
+        found = self._attempt(where, Meeting(where, f"{self._name} feasible"), memory.of(self._name)).look()
+        return isinstance(found, plan.Plan), found.why
+
+    def _attempt(self, where: Where, meeting: Meeting, earlier: Memory | None) -> Restoring:
+        key = self._key(where)
+        needs = [key, *([f"common {key}"] if self._common else [])]
+        held = Held()
+        held.remembered(earlier)
+        found = [] if self._copies < 2 else found_by(where, earlier)
+        held.found(found, needs)
+        histories = [version.history for version in found] + ([earlier.history] if earlier is not None else [])
+        history = max(histories, key=lambda history: (len(history), history), default=())
+        world = 0 if self._private.empty else where.world_size
+        return Restoring(where, meeting, needs, world, self._shared, earlier, held, history)
+
+    def _key(self, where: Where) -> str:
+        return keys.shard_key(self._models, ranks_of(self._group, where.world_size), where.rank, where.world_size)
+
+    def _room(self, host: str) -> Room:
+        assert self._versions is not None
+        return self._versions.room(host, expected_bytes(self._shared))
+
+    def _install_small(self, blobs: dict[str, bytes], step: int, world: int) -> None:
         assert self._memory is not None and self._where is not None
+        rank = self._where.rank
         if self._common:
             text = blobs[f"common {self._memory.key}"]
             self._memory.common.put(step, text)
             layout, tensors = shard.unpack(text)
             shard.install(layout, self._common, tensors)
-        text = blobs[f"rank {self._where.rank}"]
-        self._memory.of_rank(self._where.rank).put(step, text)
-        self._private.install(text)
+        if world:
+            fresh = rng.seed_of(self._seed, rank, step + 1) if rank >= world else None
+            self._private.install(blobs[plan.private(rank % world, world)], fresh)
+            if fresh is not None and self._mode == "replicate":
+                self._say(f"rank {rank} is new: its random numbers begin at a seed made of ({self._seed}, {rank}, {step + 1})")
 
-    def _settle(self, meeting: Meeting, step: int, writes_shard: bool) -> None:
+    def _settle(self, meeting: Meeting, step: int, attempt: Restoring) -> None:
         """Everything is in place everywhere: what a step needs is made ready, and nobody depends on one rank's memory."""
-        where, mine = self._where, self._memory
+        where, mine, versions = self._where, self._memory, self._versions
         assert where is not None and mine is not None
-        if where.world_size > 1:
+        if where.world_size > 1 and (versions is not None or not self._private.empty):
             self._exchange = Exchange(where.rank, where.world_size, self._copies, _cpu_group())
-        if step >= 0:
-            self._swap(step, self._private_text(step))
-        if self._node is not None:
-            self._writes_shard = writes_shard
-            names = [
-                f"rank {where.rank}",
-                *([mine.key, *([f"common {mine.key}"] if self._common else [])] if writes_shard else []),
-            ]
-            self._node.begin(step, names)
+        if step >= 0 and not self._private.empty:
+            self._swap(step)
+        self._writes_shard = attempt.first_on_node()
+        if versions is not None:
+            rooms = {rank: card.room for rank, card in attempt.cards.items() if card.room is not None}
+            versions.begin(step, self._names(), attempt.offers, rooms, self._writes_shard)
         meeting.barrier()
+        mine.only({plan.private(rank, where.world_size) for rank in range(where.world_size)})
         self._seed_step(step + 1)
         if where.rank == 0 and step >= 0:
             self._say(f"step {step + 1} is next: {self.why}")
 
-    def _private_text(self, step: int) -> bytes:
-        assert self._memory is not None and self._where is not None
-        return self._memory.of_rank(self._where.rank).get(step) or self._private.capture()
+    def _names(self) -> list[str]:
+        """What this rank writes of a version."""
+        mine, where = self._memory, self._where
+        assert mine is not None and where is not None
+        of_node = [mine.key, *([f"common {mine.key}"] if self._common else [])] if self._writes_shard else []
+        return [*([] if self._private.empty else [plan.private(where.rank, where.world_size)]), *of_node]
 
     # --- a step
 
@@ -181,23 +219,30 @@ class RecoverableState:
             raise RecoveryError("update() before restore(): call restore() once, it gives the step to begin with")
         if step <= mine.step:
             raise RecoveryError(f"update({step}): step {mine.step} is committed already; steps have to grow")
-        if self._node is not None:
-            self._node.settle()
-        self._look_for_changes_outside(mine)
+        if self._versions is not None:
+            self._versions.settle()
+        if self._common:
+            self._look_for_changes_outside(mine)
         if self._where is not None and self._where.launched:
-            self._every = self._swap(step, self._private.capture())
+            meets = self._versions is not None and self._versions.pace.meets(step)
+            if meets or not self._private.empty:
+                self._swap(step)
 
-    def _swap(self, step: int, text: bytes) -> int:
-        """This rank's private state to others, theirs to here; how often versions are written."""
+    def _swap(self, step: int) -> None:
+        """This rank's private state to others, theirs to here; the pace of versions is agreed."""
         mine, where = self._memory, self._where
         assert mine is not None and where is not None
-        every = 1 if self._node is None else self._node.proposal()
+        text = b"" if self._private.empty else self._private.capture()
+        every, waits = (1, False) if self._versions is None else self._versions.agree()
         if self._exchange is not None:
-            kept, every = self._exchange.swap(text, every)
-            for rank, state in kept.items():
-                mine.of_rank(rank).put(step, state)
-        mine.of_rank(where.rank).put(step, text)
-        return every
+            kept, (every, waiting) = self._exchange.swap(text, (every, int(waits)))
+            waits = waiting > 0
+            if not self._private.empty:
+                for rank, state in kept.items():
+                    mine.state(plan.private(rank, where.world_size)).put(step, state)
+        if not self._private.empty:
+            mine.state(plan.private(where.rank, where.world_size)).put(step, text)
+        self._every, self._waits = every, waits
 
     def _committed(self, step: int) -> None:
         mine = self._memory
@@ -206,21 +251,21 @@ class RecoverableState:
             mine.common.put(step, shard.pack(shard.of(self._common)))
         mine.step = step
         mine.torn = False
-        if self._node is not None:
-            self._node.stepped(step, self._every, lambda: self._versions(step))
+        if self._versions is not None:
+            self._versions.stepped(step, self._every, self._waits, lambda: self._made(step))
         self._seed_step(step + 1)
         note_step(step)
 
-    def _versions(self, step: int) -> dict[str, shard.Shard]:
-        mine, where = self._memory, self._where
-        assert mine is not None and where is not None
-        rank = f"rank {where.rank}"
-        made = {rank: restoring.blob(rank, mine.of_rank(where.rank).get(step) or b"")}
-        if self._writes_shard:
-            made[mine.key] = shard.of(self._shared)
-            if self._common:
-                name = f"common {mine.key}"
-                made[name] = restoring.blob(name, mine.common.get(step) or b"")
+    def _made(self, step: int) -> dict[str, shard.Shard]:
+        mine = self._memory
+        assert mine is not None
+        made = {}
+        for name in self._names():
+            if name == mine.key:
+                made[name] = shard.of(self._shared)
+            else:
+                kept = mine.common if name.startswith("common ") else mine.state(name)
+                made[name] = blob(name, kept.get(step) or b"")
         return made
 
     def _look_for_changes_outside(self, mine: Memory) -> None:
@@ -279,25 +324,6 @@ def _each(name: str, given: Any) -> dict[str, Any]:
     if isinstance(given, list | tuple):
         return {f"{name}{place}": thing for place, thing in enumerate(given)}
     return {name: given}
-
-
-def _shard_key(models: dict[str, torch.nn.Module], group: Sequence[int], rank: int) -> str:
-    """What this rank holds in common with others: by its replica group, or by the coordinates of its DTensors' shards."""
-    places: set[tuple[str, str]] = set()
-    for name, model in models.items():
-        for parameter in model.parameters():
-            placements = getattr(parameter, "placements", None)
-            if placements is not None:
-                mesh = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor
-                coordinate = mesh.get_coordinate() or []
-                spread = [(dim, coordinate[dim]) for dim, kind in enumerate(placements) if not kind.is_replicate()]
-                places.add((f"{name}:{mesh.mesh_dim_names or mesh.ndim}", str(spread)))
-        del parameter
-    if places:
-        return f"model {sorted(places)}"
-    if rank not in group:
-        raise ValueError(f"replica_group: rank {rank} is not in it ({list(group)[:8]})")
-    return f"model of ranks {group[0]}-{group[-1]}/{len(group)}"
 
 
 def _cpu_group() -> Any:

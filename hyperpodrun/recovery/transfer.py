@@ -36,7 +36,11 @@ _VIEWS_AT_ONCE = 512
 
 
 class TransferError(RuntimeError):
-    """A peer could not give what the plan says it has; `source` is its address."""
+    """A peer could not give what it is said to have. `refused`: it has not got it; else it, or the way to it, is broken."""
+
+    def __init__(self, reason: str, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.refused = refused
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +86,8 @@ class Server:
     def close(self) -> None:
         """Stop; what is under way is cut off."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             connections = list(self._connections)
         for connection in (self._listener, *connections):
@@ -179,7 +185,7 @@ class Peer:
         except (OSError, EOFError, msgspec.DecodeError) as error:
             raise self._failed(error) from error
         if isinstance(reply, Refused):
-            raise TransferError(f"{self._name()}: {reply.reason}")
+            raise TransferError(f"{self._name()}: {reply.reason}", refused=True)
         return reply
 
     def _failed(self, error: Exception) -> TransferError:

@@ -112,7 +112,7 @@ def _store(prefix: str) -> Any:
 
     if not dist.is_initialized():
         raise RuntimeError("restore() needs to speak with the other ranks: call init_process_group first")
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
 
 def _number(name: str, default: int) -> int:

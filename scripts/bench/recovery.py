@@ -104,6 +104,12 @@ def verdicts(figures: Samples) -> list[str]:
     return found
 
 
+def terminated(*_: object) -> None:
+    """What was started is ended; a second signal does not break that off."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> None:
     """The command line."""
     parser = options(__doc__.split("\n")[0])
@@ -113,7 +119,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, metavar="DIR", help="where NVIDIA's package is, or is to be")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the picture")
     chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
+    signal.signal(signal.SIGTERM, terminated)
     kinds = [kind for kind in KINDS if kind in [word.strip() for word in chosen.only.split(";")]]
     with tempfile.TemporaryDirectory(prefix="hyperpodrun-bench-peers-") as scratch:
         contestants = [IN_PLACE, BY_PROCESS]

@@ -244,6 +244,12 @@ def witness(entries: list[plan.Entry], rank: int) -> dict[str, list[int]]:
     return {what: [asdict(own[0])[what], asdict(own[-1])[what]] for what in plan.GROWTH} if own else {}
 
 
+def terminated(*_: object) -> None:
+    """What was started is ended; a second signal does not break that off."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -252,7 +258,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="workers, at least 3 (4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome here too")
     chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
+    signal.signal(signal.SIGTERM, terminated)
     folder = Path(tempfile.mkdtemp(prefix="hyperpodrun-soak-"))
     outcome = Soak(chosen.faults, chosen.seed, chosen.ranks).run(folder)
     text = json.dumps(outcome, indent=2)

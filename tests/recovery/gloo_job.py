@@ -19,6 +19,13 @@ def run(folder: Path, script: str, world: int, *arguments: str) -> list[str]:
         )
         for rank in range(world)
     ]
-    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            if rank.stdout is not None:
+                rank.stdout.close()
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
     return said

@@ -19,10 +19,10 @@ dist.init_process_group("gloo", init_method=os.environ["MEET"], rank=rank, world
 assert (rank, world) == (dist.get_rank(), dist.get_world_size())
 made = exchange.Exchange(rank, world, copies=2)
 for size in (0, 10, 5000, 200_000, 30):
-    kept, number = made.swap(bytes([rank]) * (size + rank), 10 * rank + size)
+    kept, numbers = made.swap(bytes([rank]) * (size + rank), (10 * rank + size, size - rank + world))
     wards = [r for r in range(world) if r != rank and (world <= exchange.GATHER_RANKS or rank in exchange.buddies(r, world, 2))]
     assert kept == {r: bytes([r]) * (size + r) for r in wards}, (rank, size, sorted(kept))
-    assert number == 10 * (world - 1) + size, number
+    assert numbers == (10 * (world - 1) + size, size + world), numbers
 dist.barrier()
 print("swapped", rank)
 """

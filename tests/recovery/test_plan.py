@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,9 +92,48 @@ def test_the_last_holder_of_the_version_before_is_overwritten_last() -> None:
 
 
 def test_a_newer_stored_checkpoint_wins() -> None:
-    offers = [Offer(rank, "a", ("model",), (live("model", 3),), stored=9) for rank in range(2)]
+    offers = [Offer(rank, "a", ("model",), (live("model", 3), live("model", 9, kind="tiered"))) for rank in range(2)]
     made = make(offers)
-    assert made == Infeasible("memory holds the state after step 3, a stored checkpoint that after step 9", 9)
+    assert isinstance(made, Plan) and made.step == 9
+    assert made.fetches == (Fetch(0, "model", 0, "tiered", 0, 100), Fetch(1, "model", 1, "tiered", 0, 100))
+
+
+def test_what_a_restart_went_back_behind_is_void() -> None:
+    """Rank 2's node was away while the job went back to step 4 and on to 6; it still has step 7 of before."""
+    now = [Offer(rank, "a", ("model",), (Holding("model", 6, "live", 100, lineage=1),), history=(4,)) for rank in range(2)]
+    away = Offer(2, "b", ("model",), (live("model", 7), live("model", 4, kind="shm")))
+    made = make([*now, away])
+    assert isinstance(made, Plan) and (made.step, made.history) == (6, (4,))
+    made = make([Offer(0, "a", ("model",), history=(4,)), away])
+    assert isinstance(made, Plan) and made.step == 4
+
+
+def world(size: int, old: int, step: int, samplers: str = "") -> list[Offer]:
+    """`size` ranks, each holding the model and all private states of a world of `old`."""
+    states = [Holding(f"rank {rank} of {old}", step, "live", 10, content=samplers[rank : rank + 1]) for rank in range(old)]
+    return [Offer(rank, "a", ("model",), (live("model", step), *states), world=size) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("size", "old"), [(3, 4), (4, 3), (1, 2), (4, 4)])
+def test_a_world_of_another_size_goes_on_with_the_old_ones_private_states(size: int, old: int) -> None:
+    made = make(world(size, old, 5))
+    assert isinstance(made, Plan) and (made.step, made.world) == (5, old)
+
+
+def test_the_newest_step_wins_whatever_the_size_of_its_world() -> None:
+    offers = [
+        msgspec.structs.replace(offer, holdings=offer.holdings + old.holdings)
+        for offer, old in zip(world(3, 3, 4), world(3, 4, 7), strict=True)
+    ]
+    made = make(offers)
+    assert isinstance(made, Plan) and (made.step, made.world) == (7, 4)
+
+
+def test_samplers_that_differ_cannot_change_worlds() -> None:
+    assert isinstance(make(world(4, 4, 5, "abcd")), Plan)
+    assert isinstance(make(world(3, 4, 5, "aaaa")), Plan)
+    with pytest.raises(Contradiction, match=r"samplers' states after step 5 differ .*whole job"):
+        make(world(3, 4, 5, "aaba"))
 
 
 @pytest.mark.parametrize("other", [live("model", 3, layout="b"), live("model", 3, 99), live("model", 3, content="y")])

@@ -15,9 +15,9 @@ import hashlib, json, os, random, sys
 import torch, torch.distributed as dist
 from torch import nn
 from hyperpodrun.agent.wire import names
-from hyperpodrun.recovery import RecoverableState, memory, nodestate
+from hyperpodrun.recovery import RecoverableState, memory, nodestate, pace
 
-nodestate.BUDGET = nodestate.INLINE = 1e9  # a version of each step, whatever it costs
+pace.BUDGET = nodestate.INLINE = 1e9  # a version of each step, whatever it costs
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 os.environ[names.NODE] = f"node{rank // 2}"

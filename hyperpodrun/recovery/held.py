@@ -1,0 +1,107 @@
+"""What this rank can give after a restart: what its process remembers, and the versions that its node has.
+
+Theory. Live parts and small states in memory are as they are. A version was written by somebody who may be gone: its row is read
+through, once, before the first byte of it is used, and a damaged one is removed so that nobody finds it again.
+
+Invariants: `whole` gives nothing that differs from what was written.
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from hyperpodrun.recovery import keys, plan, shard
+from hyperpodrun.recovery.codec import Leaf
+from hyperpodrun.recovery.memory import Memory
+from hyperpodrun.recovery.private import PORTABLE_BYTES
+from hyperpodrun.recovery.shard import Shard
+from hyperpodrun.recovery.shm import Version
+
+
+class Given:
+    """One thing held: the shard, made when it is asked for, and the number of restarts that came before it."""
+
+    def __init__(self, make: Callable[[], Shard], lineage: int, version: Version | None = None) -> None:
+        self._make = make
+        self._made: Shard | None = None
+        self._version = version
+        self.lineage = lineage
+
+    @property
+    def live(self) -> bool:
+        """Is it memory of this process?"""
+        return self._version is None
+
+    def shard(self) -> Shard:
+        """What it is, not looked at closely."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def whole(self) -> Shard | None:
+        """What it is, if it is still what was written."""
+        if self._version is not None and not self._version.check():
+            self._version.discard()
+            return None
+        return self.shard()
+
+
+class Held:
+    """All of it, by shard, step and kind."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[str, int, str], Given] = {}
+
+    def remembered(self, earlier: Memory | None) -> None:
+        """Add the live parts of this process, when they are whole, and the small states it keeps."""
+        if earlier is None:
+            return
+        lineage = len(earlier.history)
+        if earlier.whole:
+            self._given[earlier.key, earlier.step, "live"] = Given(lambda: shard.of(earlier.parts), lineage)
+        states = {f"common {earlier.key}": earlier.common, **earlier.private}
+        for name, kept in sorted(states.items()):
+            for step in kept.steps():
+                self._given[name, step, "live"] = Given(partial(blob, name, kept.get(step) or b""), lineage)
+
+    def found(self, versions: Iterable[Version], needs: Container[str], kind: plan.Kind | None = None) -> None:
+        """Add versions. What this rank needs is its own node's ("shm"); other shards are copies that are kept for others."""
+        for version in versions:
+            own = version.name in needs or version.name.startswith(("rank ", "common "))
+            at = version.name, version.step, kind or ("shm" if own else "copy")
+            self._given[at] = Given(partial(_row, version), len(version.history), version)
+
+    def whole(self, name: str, step: int, kind: str) -> Shard | None:
+        """That shard, if it is held and undamaged."""
+        given = self._given.get((name, step, kind))
+        return None if given is None else given.whole()
+
+    def holdings(self) -> Sequence[plan.Holding]:
+        """For this rank's offer."""
+        made = [_holding(name, step, kind, given) for (name, step, kind), given in self._given.items()]
+        return [holding for holding in made if holding is not None]
+
+
+def _holding(name: str, step: int, kind: str, given: Given) -> plan.Holding | None:
+    layout = content = ""
+    made: Shard | None = given.shard()
+    if name.startswith("rank "):
+        made = given.whole()  # small, and what it says counts already for the plan
+        content = "" if made is None else b"".join(bytes(shard.view(piece)) for piece in made.range(0, PORTABLE_BYTES)).hex()
+    elif not name.startswith("common ") and made is not None:
+        layout = made.layout.digest()
+        content = keys.sample(made) if given.live else ""  # of a version that may be damaged it would say nothing
+    if made is None:
+        return None
+    return plan.Holding(name, step, kind, made.nbytes, layout, content, given.lineage)  # type: ignore[arg-type]  # a Kind
+
+
+def _row(version: Version) -> Shard:
+    return version.shard
+
+
+def blob(name: str, text: bytes) -> Shard:
+    """Bytes as a shard."""
+    layout = shard.Layout((shard.PartLayout(name, (Leaf("bytes", "uint8", (len(text),)),), b""),))
+    return Shard(layout, [torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)])
