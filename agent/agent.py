@@ -122,6 +122,7 @@ class Agent:
             self.desk,
             tell=self.tell_failure,
             ship=lambda text: self.mesh.ship(self.attempt.world.generation, text) if self.mesh and self.attempt.world else None,
+            is_missed=lambda: self.mesh is not None and self.mesh.misses_somebody(),
         )
         self.store: WorldStore | None = None
         self.port_retries = 0
@@ -291,7 +292,14 @@ class Agent:
 
     def symptoms(self, verdict: Verdict) -> Symptoms:
         """What is known of a failure, beside its code and words."""
-        return Symptoms(verdict.local_rank, verdict.final, verdict.rung, self.attempt.recalled, self.attempt.progressed)
+        return Symptoms(
+            rank=verdict.local_rank,
+            final=verdict.final,
+            rung=verdict.rung,
+            in_place=self.attempt.recalled,
+            progressed=self.attempt.progressed,
+            victim=verdict.victim,
+        )
 
     def attempt_over(self, verdict: Verdict) -> None:
         """Nothing of the attempt is left."""

@@ -37,7 +37,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """`code` is the exit code of the rank to blame (0: success), `text` its last words, `final`: trying again is useless.
 
     `headline` is the failure in a line, for other nodes. `local_rank`: whose failure it is, -1 when it is no one worker's.
-    `victim`: it is likely that of a rank that lost its peer.
+    `victim`: its words say that a peer was lost.
     """
 
     code: int

@@ -2,7 +2,9 @@
 
 Theory. What a rank wrote last is in its pipes when its end is seen, so that is read first (`READ_S` at most). A rank that fails
 because another one did (its connection broke) is likely the victim of a rank elsewhere; its node waits `VICTIM_WAIT_S` for the
-culprit's own word, which makes this one needless. The whole report follows for the console of rank 0's node.
+culprit's own word, which makes this one needless. The lost peer may also be a node: its agent died with its workers, or its host.
+While one is missed, a victim waits for what is decided about it, `DOUBT_S` at most, or the loss of a node would be counted as
+a failure of the workers that noticed it first. The whole report follows for the console of rank 0's node.
 
 States: *quiet*, *reading* (a rank failed), *waiting* (it looks like a victim), *told*.
 Invariants: told at most once an attempt; an attempt that is over is passed on once, after the mesh was told or needn't be.
@@ -17,6 +19,9 @@ from hyperpodrun.agent.workers.group import End
 
 READ_S = 0.05
 VICTIM_WAIT_S = 0.3
+DOUBT_S = 4.0
+"""An agent that died is back within 1.8 s or is taken for lost (keeper.py), a silent host is dropped after 2 s."""
+LOOK_AGAIN_S = 0.1
 
 
 class _State(Enum):
@@ -27,7 +32,7 @@ class _State(Enum):
 
 
 class FirstFailure:
-    """`tell` is for the mesh, `ship(text)` for rank 0's node."""
+    """`tell` is for the mesh, `ship(text)` for rank 0's node. `is_missed()`: is some node missed now?"""
 
     def __init__(
         self,
@@ -35,11 +40,13 @@ class FirstFailure:
         desk: FailureDesk,
         tell: Callable[[Verdict], None],
         ship: Callable[[str], None],
+        is_missed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._reactor = reactor
         self._desk = desk
         self._tell = tell
         self._ship = ship
+        self._is_missed = is_missed
         self._timer: Timer | None = None
         self.begin()
 
@@ -50,6 +57,7 @@ class FirstFailure:
         self._drained = False
         self._words = Verdict(1)
         self._pass_on: Callable[[], None] | None = None
+        self._until_s = 0.0
 
     def failed(self, end: End) -> None:
         """A rank failed, the first one here."""
@@ -100,7 +108,14 @@ class FirstFailure:
             return
         self._words = self._desk.first_words(self._end)
         if self._words.victim:
-            self._to(_State.WAITING, VICTIM_WAIT_S, self._say)
+            self._until_s = self._reactor.now_s() + DOUBT_S
+            self._to(_State.WAITING, VICTIM_WAIT_S, self._waited)
+        else:
+            self._say()
+
+    def _waited(self) -> None:
+        if self._is_missed() and self._reactor.now_s() < self._until_s:
+            self._to(_State.WAITING, LOOK_AGAIN_S, self._waited)
         else:
             self._say()
 

@@ -166,6 +166,14 @@ class MeshDriver:
         """Where this agent stands."""
         return self._node.view if self._node else None
 
+    def misses_somebody(self) -> bool:
+        """Some member is suspected or silent now, or its agent died: a decision about it may be on its way."""
+        node = self._node
+        if node is None or node.view is None:
+            return False
+        silent = node.detector.down or node.detector.loud_due() is not None
+        return bool(silent) or not node.alerts.is_quiet or bool(node.reports.nodes("revived"))
+
     def status(self) -> MeshStatus:
         """The same for people and tools, with what has passed through the network so far."""
         view = self.view

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from hyperpodrun.agent.failure import Verdict
-from hyperpodrun.agent.first_failure import READ_S, VICTIM_WAIT_S, FirstFailure
+from hyperpodrun.agent.first_failure import DOUBT_S, LOOK_AGAIN_S, READ_S, VICTIM_WAIT_S, FirstFailure
 from hyperpodrun.agent.wire.link import Fault
 from hyperpodrun.agent.workers.group import End
 
@@ -38,7 +38,10 @@ class Scene:
         self.clock = clock
         self.desk = Desk()
         self.events: list[object] = []
-        self.first = FirstFailure(clock, self.desk, self.events.append, self.events.append)  # type: ignore[arg-type]
+        self.is_missed = False
+        self.first = FirstFailure(
+            clock, self.desk, self.events.append, self.events.append, lambda: self.is_missed
+        )  # type: ignore[arg-type]  # fmt: skip
 
     def over(self, verdict: Verdict) -> None:
         self.first.over(verdict, lambda: self.events.append(("over", verdict)))
@@ -107,6 +110,33 @@ def test_victim_is_told_when_nobody_else_speaks(scene: Scene) -> None:
     scene.over(BEATEN)
     scene.clock.pass_time(VICTIM_WAIT_S)
     assert scene.events == [VICTIMS, "the whole report", ("over", BEATEN)]
+
+
+def test_victim_waits_for_the_decision_about_a_node_that_is_missed(scene: Scene) -> None:
+    scene.desk.victim = scene.is_missed = True
+    scene.first.failed(FAILED)
+    scene.over(OVER)
+    scene.clock.pass_time(DOUBT_S / 2)
+    assert scene.events == []
+    scene.first.settle()
+    scene.clock.pass_time(60)
+    assert scene.events == [("over", OVER)], "the loss of a node is no failure of the workers that noticed it"
+
+
+def test_victim_is_told_once_the_node_is_there_or_has_been_missed_for_long(scene: Scene) -> None:
+    scene.desk.victim = scene.is_missed = True
+    scene.first.failed(FAILED)
+    scene.clock.pass_time(READ_S)
+    scene.clock.pass_time(VICTIM_WAIT_S)
+    assert scene.events == []
+    scene.is_missed = False
+    scene.clock.pass_time(LOOK_AGAIN_S)
+    assert scene.events == [VICTIMS]
+    scene.first.begin()
+    scene.is_missed = True
+    scene.first.failed(FAILED)
+    scene.clock.pass_time(READ_S + DOUBT_S)
+    assert scene.events == [VICTIMS, VICTIMS]
 
 
 def test_settled_elsewhere_before_the_words_are_read(scene: Scene) -> None:

@@ -11,6 +11,8 @@ highest of those whose faults are decided together:
 - Generation after generation in which no rank completes a step is a verdict of its own: all processes the time before, the end after
   `no_progress` of them. Faults during a recovery count here: their generation never came to a step.
 - What cannot be healed by trying again (`final`) ends the job at once. A rung asked for is the least that is done.
+- Workers that failed because a node was lost, or its agent died with its workers, are healed with it: they are no faults, and spend
+  nothing.
 
 Budgets. A restart for the fault of a worker, whatever the rung, spends one of --max-restarts. Torchrun's default there is 0, which
 with --inprocess-restart would forbid what was asked for: if the user names no number, such a job may spend as many restarts as are
@@ -45,7 +47,9 @@ def decide(situation: Situation) -> Decision:
     incidents = [i for i in situation.incidents if i.generation == situation.generation]
     broken = [i for i in incidents if i.kind in ("lost", "revived")]
     lost = {i.node for i in broken if i.kind == "lost"}
-    failed = [i for i in incidents if i.kind == "failed" and i.node not in lost]
+    ended = [i for i in incidents if i.kind == "failed" and i.node not in lost]
+    victims = [i for i in ended if broken and i.symptoms.victim and not i.symptoms.final and not i.symptoms.rung]
+    failed = [i for i in ended if i not in victims]
     if not incidents:
         return Decision(in_place=rules.inprocess, history=memory, held_back=_offenders(memory, rules))
     if verdict := _verdict(situation, memory, failed, broken):
@@ -55,23 +59,23 @@ def decide(situation: Situation) -> Decision:
     if stalled and stalled >= rules.no_progress - 1:
         rungs = {i: _higher(rung, "all") for i, rung in rungs.items()}
     rungs |= {i: _least(i, rules) for i in incidents if i.kind in ("asked", "revived") and i.node not in lost}
-    if ended := next((i for i, rung in rungs.items() if rung == "end"), None):
+    if last := next((i for i, rung in rungs.items() if rung == "end"), None):
         why = (
-            "that rung was asked for"
-            if ended.symptoms.rung == "end"
-            else f"{_who(ended)} fails again and again, and nothing helps"
+            "that rung was asked for" if last.symptoms.rung == "end" else f"{_who(last)} fails again and again, and nothing helps"
         )
-        return Decision(rung="end", history=memory, reason=why, code=ended.code or 1)
+        return Decision(rung="end", history=memory, reason=why, code=last.code or 1)
     dropped = _dropped(situation, rungs, len(lost))
+    faults = rungs | {i: "replace" for i in broken if i.kind == "lost"}
+    rungs |= {i: _least(i, rules) for i in victims}
     everywhere = any(rung == "all" or (rung == "replace" and i.node not in dropped) for i, rung in rungs.items())
     fresh = {i.node for i, rung in rungs.items() if rung == "node"} - set(dropped)
-    rungs |= {i: "replace" for i in broken if i.kind == "lost"}
+    rungs |= faults
     return Decision(
         rung="all" if everywhere and not dropped and not lost else max(rungs.values(), key=RUNGS.index),
         in_place=rules.inprocess and not everywhere,
         fresh=() if everywhere else tuple(sorted(fresh)),
         dropped=dropped,
-        history=(history := _remember(situation, memory, rungs)),
+        history=(history := _remember(situation, memory, faults)),
         held_back=_offenders(history, rules),
         counted=bool(failed),
         reason=_words(situation, everywhere, sorted(fresh), dropped, stalled) if failed and (rules.inprocess or dropped) else "",

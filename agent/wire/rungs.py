@@ -29,6 +29,7 @@ class Symptoms(msgspec.Struct, frozen=True, gc=False, array_like=True):
     `rank`: its local rank; -1 when it is no one worker's failure. `final`: trying again cannot help (the program cannot be executed).
     `rung`: the least rung asked for (`report_fault(rung=)`). `in_place`: its node could restart in place: the others there wait for
     it in their processes. `progressed`: some rank here completed a step in this generation, or nobody can know.
+    `victim`: its words say that a peer was lost.
     """
 
     rank: int = -1
@@ -36,6 +37,7 @@ class Symptoms(msgspec.Struct, frozen=True, gc=False, array_like=True):
     rung: Asked = ""
     in_place: bool = False
     progressed: bool = True
+    victim: bool = False
 
 
 UNKNOWN = Symptoms()

@@ -14,6 +14,8 @@ import socket
 FIRST_PORT = 12000
 DATA_PORTS = range(18000, 20000)
 """Planned for data between ranks (data_ports.py)."""
+MESH_PORTS = range(29400, 29500)
+"""Of agents, which may be started later than what would take one of them."""
 _MIN_RANGE = 1000
 _TRIES = 200
 _TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
@@ -64,7 +66,7 @@ def choose_port(avoid: frozenset[int] = frozenset()) -> int:
         chooser = random.SystemRandom()
         for _ in range(_TRIES):
             port = chooser.randrange(FIRST_PORT, first)
-            if port not in avoid and port not in DATA_PORTS and is_free(port):
+            if port not in avoid and port not in DATA_PORTS and port not in MESH_PORTS and is_free(port):
                 return port
     for _ in range(_TRIES):
         family = socket.AF_INET6 if loopback() == "::1" else socket.AF_INET

@@ -4,7 +4,7 @@ Theory. The work is done by torch's own C++ client on the agent's port, one conn
 and a blocked call does not hold the interpreter's lock. What is added: writes are acknowledged before the call returns, so each call
 is linearizable; a fork gets connections of its own; torch finds the methods under both spellings that it looks for.
 
-torch keeps only the C++ half of a Python store alive: `current()` keeps the other one, for as long as the process lives.
+torch keeps only the C++ half of a Python store alive: `current()` keeps the other one, until two generations later.
 Invariants: a connection is used by the process and thread that made it; none is made in a generation that is not the store's.
 Keys are text: torch hands them to a Python store as such, so a key that is no UTF-8 fails before it gets here.
 Source: torch/csrc/distributed/c10d/init.cpp, PythonStore.
@@ -23,9 +23,9 @@ from torch.distributed import DistNetworkError, DistStoreError
 from hyperpodrun.agent.wire import names
 
 _DEFAULT_TIMEOUT = timedelta(seconds=300)
-KEPT = 2
-"""So many generations' stores are kept alive: a process group of the one before may still be on its way out."""
 _current: dict[str, "MeshStore"] = {}
+"""By "generation address": the newest, and the one before it, whose groups may be on their way out. A process that is restarted in
+place again and again would else keep the connections of all its generations."""
 _lock = threading.Lock()
 
 
@@ -60,7 +60,7 @@ class MeshStore(Store):
             if key not in _current:
                 host, _, port = address.removeprefix("tcp://").rpartition(":")
                 _current[key] = cls((host.strip("[]"), int(port)))
-                for old in list(_current)[:-KEPT]:
+                for old in list(_current)[:-2]:
                     del _current[old]
             return _current[key]
 

@@ -71,13 +71,15 @@ def _load(program: launch.Program, flags: list[str], asked: list[str]) -> launch
         return launch.Unfit(f"the working folder cannot be found ({error.strerror})")
     if path := preload.shadowed(sys.path[0] if sys.path else "", ours):
         return launch.Unfit(f"{path} has the name of a module that is already imported")
-    named, skipped = preload.named_in(preload.source_of(program))
-    if named and (path := preload.shadowed(sys.path[0] if sys.path else "", _EARLY)):
+    named = preload.named_in(preload.source_of(program))
+    skipped = named.obstacle
+    if named.imports and (path := preload.shadowed(sys.path[0] if sys.path else "", _EARLY)):
         skipped = f"{path} is imported in its place"  # the user's own code: only ranks may run it
     try:
-        preload.load([] if skipped else named)
-        for module in asked:
-            __import__(module)
+        with preload.environment(named.settings):
+            preload.load([] if skipped else named.imports)
+            for module in asked:
+                __import__(module)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a module may raise anything while it is imported
         return launch.Unfit(f"importing {_blamed(error)} failed ({type(error).__name__}: {error})")
     if reason := preload.unfit_because():

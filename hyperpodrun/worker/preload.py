@@ -1,8 +1,10 @@
 """Which modules a forkserver may import before it forks, and whether it is fit to fork afterwards.
 
 Of a script only the text is looked at, none of it runs: the torch modules that it imports by name, wherever in the file, are
-the ones imported early, and the wrapper with them. They are left to the workers when the text does something first that can
-change what that import does: sets a variable torch reads at import, or changes the front of sys.path.
+the ones imported early, and the wrapper with them. Variables that the script sets first to plain words
+(`os.environ["OMP_NUM_THREADS"] = "1"`, on a line of its own) are set for that import. They are left to the workers when the text
+does something else first that can change what the import does: computes a variable that torch reads at import, or changes the
+front of sys.path.
 
 A process may be forked when nothing lives in it that a fork leaves behind or shares: no other thread, no open GPU, no tracer.
 OpenBLAS's idle threads are the exception, since it ends and restarts its pool around fork by handlers of its own
@@ -11,8 +13,11 @@ OpenBLAS's idle threads are the exception, since it ends and restarts its pool a
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from hyperpodrun.agent.wire.launch import Program
 
@@ -37,6 +42,23 @@ _READ_AT_IMPORT = (
     "PYTHON",
 )
 """Variables (by prefix) that torch or the libraries beneath it read while they are imported."""
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """A variable that a script sets before it imports torch; `default`: only where it is not set."""
+
+    name: str
+    value: str
+    default: bool = False
+
+
+class Named(msgspec.Struct, frozen=True):
+    """The torch imports of a program as (module, names), why they are not to be made early ("" if they may be), and what it sets
+    before."""
+
+    imports: list[tuple[str, list[str]]] = []
+    obstacle: str = ""
+    settings: list[Setting] = []
 
 
 def source_of(program: Program) -> str | None:
@@ -69,45 +91,85 @@ def _file_of_module(name: str) -> str | None:
     return origin if origin and origin.endswith(".py") else None
 
 
-def named_in(path: str | None) -> tuple[list[tuple[str, list[str]]], str]:
-    """The imports in a source file to be made early as (module, names), and why they are not to be ("" if they may be)."""
+def named_in(path: str | None) -> Named:
+    """What a source file says. One that cannot be read or parsed says nothing: the workers will tell."""
     try:
         with open(path or "", "rb") as file:
             text = file.read()
     except OSError:
-        return [], ""
+        return Named()
     if b"torch" not in text:
-        return [], ""
+        return Named()
     import ast
 
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
-        return [], ""  # the workers will say so
+        return Named()
     return torch_imports(tree)
 
 
-def torch_imports(tree: "ast.Module") -> tuple[list[tuple[str, list[str]]], str]:
+def torch_imports(tree: "ast.Module") -> Named:
     """See `named_in`; `tree` is the parsed source."""
     import ast
 
     found: list[tuple[str, list[str]]] = []
+    settings: list[Setting] = []
     obstacle, first_line = "", 0
-    for node in _in_order(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, []) for alias in node.names if _is_torch(alias.name) or _is_wrapper(alias.name)]
-        elif (
-            isinstance(node, ast.ImportFrom)
-            and node.level == 0
-            and (_is_torch(module := node.module or "") or _is_wrapper(module))
+    for statement in tree.body:
+        if not _has_torch(found) and (setting := _setting(statement)) is not None:
+            settings.append(setting)
+            continue
+        for node in _in_order(statement):
+            if isinstance(node, ast.Import):
+                found += [(alias.name, []) for alias in node.names if _is_early(alias.name)]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and _is_early(node.module or ""):
+                found.append((node.module or "", [alias.name for alias in node.names if alias.name != "*"]))
+            elif not obstacle and not _has_torch(found):
+                obstacle = _obstacle(node)
+                first_line = getattr(node, "lineno", 0)
+    if not _has_torch(found):
+        return Named([], "", settings)  # the wrapper alone is not worth it
+    return Named(found, f"line {first_line} {obstacle} before torch is imported" if obstacle else "", settings)
+
+
+def _has_torch(found: list[tuple[str, list[str]]]) -> bool:
+    return any(_is_torch(module) for module, _ in found)
+
+
+def _is_early(module: str) -> bool:
+    return _is_torch(module) or _is_wrapper(module)
+
+
+def _setting(statement: "ast.stmt") -> Setting | None:
+    """The variable that this statement of the script itself sets to a plain word."""
+    import ast
+
+    match statement:
+        case ast.Assign(targets=[ast.Subscript(value=where, slice=ast.Constant(str(name)))], value=ast.Constant(str(value))):
+            return Setting(name, value) if _ends_in(where, "environ") else None
+        case ast.Expr(ast.Call(ast.Attribute(where, "setdefault"), [ast.Constant(str(name)), ast.Constant(str(value))], [])) if (
+            _ends_in(where, "environ")
         ):
-            found.append((module, [alias.name for alias in node.names if alias.name != "*"]))
-        elif not obstacle and not any(_is_torch(module) for module, _ in found):
-            obstacle = _obstacle(node)
-            first_line = getattr(node, "lineno", 0)
-    if not any(_is_torch(module) for module, _ in found):
-        return [], ""  # the wrapper alone is not worth it
-    return found, f"line {first_line} {obstacle} before torch is imported" if obstacle else ""
+            return Setting(name, value, default=True)
+    return None
+
+
+@contextmanager
+def environment(settings: Sequence[Setting]) -> Iterator[None]:
+    """With these variables set, as they are where the script imports torch; afterwards as before."""
+    before = dict(os.environ)
+    for setting in settings:
+        if not (setting.default and setting.name in os.environ):
+            os.environ[setting.name] = setting.value
+    try:
+        yield
+    finally:
+        for setting in settings:
+            if setting.name in before:
+                os.environ[setting.name] = before[setting.name]
+            else:
+                os.environ.pop(setting.name, None)
 
 
 def _in_order(node: "ast.AST") -> Iterator["ast.AST"]:

@@ -7,6 +7,7 @@ looked at every `LOOK_S`.
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple, TypeVar
@@ -21,7 +23,7 @@ from typing import NamedTuple, TypeVar
 from side_by_side import BenchmarkError, Launcher, Run, marked
 
 from hyperpodrun.agent import vote_file
-from hyperpodrun.agent.workers.rendezvous import choose_port
+from hyperpodrun.agent.workers.rendezvous import FIRST_PORT, is_free
 
 LOOK_S = 0.002
 FAIL = signal.SIGUSR1
@@ -248,8 +250,8 @@ class Mesh:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody holds now, and that no outgoing connection will be given."""
-    ports: list[int] = []
-    for _ in range(count):
-        ports.append(choose_port(frozenset(ports)))
-    return ports
+    """Ports that nobody holds now, that no outgoing connection will be given, nor the store of an agent that is started before the
+    one whose port it is.
+    """
+    below = range(FIRST_PORT - 2000, FIRST_PORT)
+    return list(islice((port for port in random.sample(below, len(below)) if is_free(port)), count))

@@ -1,5 +1,8 @@
 """Door 2: MeshStore against the agent's store, in this process."""
 
+import gc
+import weakref
+
 import pytest
 
 from hyperpodrun.agent.wire import names
@@ -36,3 +39,23 @@ def test_a_store_of_an_ended_generation_never_meets_the_next_one(store, served, 
     with served.connect() as client:
         client.sendall(b"\7")
         assert client.recv(8) == bytes(8)
+
+
+def test_stores_of_past_generations_are_let_go(served, monkeypatch):
+    from hyperpodrun.rootless.store import MeshStore
+
+    host, port = served.store.address
+    monkeypatch.setenv(names.STORE, f"tcp://{host}:{port}")
+    seen = []
+    for generation in range(4):
+        monkeypatch.setenv(names.GENERATION, str(generation))
+        if generation:
+            served.do(lambda generation=generation: served.store.open(generation, "n", ["n"]))
+        store = MeshStore.current()
+        store.set("key", str(generation))
+        assert MeshStore.current() is store and store.get("key") == b"%d" % generation
+        seen.append(weakref.ref(store))
+    del store
+    gc.collect()
+    # The one before may still be used by groups that are on their way out.
+    assert [one() is not None for one in seen] == [False, False, True, True]

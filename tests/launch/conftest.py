@@ -212,6 +212,23 @@ class Nodes:
             time.sleep(0.01)
         return rows
 
+    def up_after(self, count: int, generation: int) -> list[dict[str, Any]]:
+        """Wait until so many ranks of one world after this generation have met."""
+        run = next(iter(self.runs.values()))
+
+        def seen() -> list[dict[str, Any]]:
+            rows = [row for row in run.notes("up") if row["generation"] > generation]
+            rows = [row for row in rows if row["generation"] == max(row["generation"] for row in rows)]
+            return rows if len(rows) >= count else []
+
+        end_s = time.monotonic() + LIMIT_S
+        while not (rows := seen()):
+            assert time.monotonic() < end_s, (
+                f"not {count} ranks up after generation {generation}: {run.notes('up')}{self.story()}"
+            )
+            time.sleep(0.01)
+        return rows
+
     def world(self, rows: list[dict[str, Any]]) -> list[str]:
         """By rank: on which node it is."""
         return [row["side"] for row in sorted(rows, key=lambda row: int(row["rank"]))]

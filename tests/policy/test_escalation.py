@@ -100,6 +100,22 @@ def test_the_lost_take_the_spares_first() -> None:
     assert decision.dropped == () and not decision.in_place
 
 
+@pytest.mark.parametrize("broken", [lost("b"), Incident("revived", 0, "b")], ids=["lost", "revived"])
+def test_workers_that_fail_because_a_node_is_gone_spend_nothing(broken: Incident) -> None:
+    victim = Symptoms(rank=1, in_place=True, victim=True)
+    rules = replace(INPROCESS, max_restarts=0)
+    alone, both = once(broken, rules=rules, generation=0), once(failed(victim), broken, rules=rules, generation=0)
+    assert (both.rung, both.counted, both.history) == (alone.rung, False, alone.history)
+    torchrun_like = once(failed(victim), broken, rules=Rules(max_restarts=0), generation=0)
+    assert (torchrun_like.rung != "end", torchrun_like.counted) == (True, False)
+    assert once(failed(replace(victim, in_place=False)), broken, rules=rules, generation=0).fresh[0] == "a", (
+        "it needs a new process all the same"
+    )
+    # Its words alone acquit nobody, and whoever blames no peer is no victim.
+    assert once(failed(victim), rules=rules, generation=0).rung == "end"
+    assert once(failed(), broken, rules=rules, generation=0).rung == "end"
+
+
 def test_a_lost_node_is_no_restart_of_the_budget_and_leaves_the_others_in_place() -> None:
     decision = once(lost("b"), rules=replace(INPROCESS, max_restarts=0), generation=0)
     assert (decision.rung, decision.counted, decision.in_place) == ("replace", False, True)

@@ -12,7 +12,8 @@ from hyperpodrun.worker import preload
 
 
 def found(text):
-    return preload.torch_imports(ast.parse(text))
+    named = preload.torch_imports(ast.parse(text))
+    return named.imports, named.obstacle
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,12 @@ def test_imports_named_in_a_script(text, wanted):
 @pytest.mark.parametrize(
     "text, obstacle",
     [
-        ("import os; os.environ['OMP_NUM_THREADS'] = '4'", "os.environ"),
-        ("from os import environ\nenviron['TORCH_LOGS'] = 'x'", "os.environ"),
-        ("import os; os.environ.setdefault('MKL_NUM_THREADS', '1')", "os.environ"),
+        ("import os; os.environ['OMP_NUM_THREADS'] = str(4)", "os.environ"),
+        ("from os import environ\nif True: environ['TORCH_LOGS'] = 'x'", "os.environ"),
+        ("import os; os.environ.setdefault('MKL_NUM_THREADS', one)", "os.environ"),
+        ("import os; os.environ['OMP_NUM_THREADS'] += '4'", "os.environ"),
+        ("import os; os.environ['OMP_NUM_THREADS'] = os.environ['MKL_NUM_THREADS'] = '4'", "os.environ"),
+        ("import os; os.environ['OMP_NUM_THREADS'] = '4'", ""),
         ("import os; os.environ[name] = '4'", "os.environ"),
         ("import os; os.environ.update(a)", "os.environ"),
         ("import os; del os.environ['PYTORCH_JIT']", "os.environ"),
@@ -63,6 +67,21 @@ def test_what_must_come_before_the_import(text, obstacle):
     assert found(f"import torch\n{text}")[1] == ""
     assert found(text) == ([], "")
     assert bool(obstacle) == bool(found(f"from hyperpodrun.inprocess import wrap\n{text}\nimport torch")[1])
+
+
+def test_plain_words_that_a_script_sets_are_set_for_the_import(monkeypatch):
+    text = "import os\nos.environ['OMP_NUM_THREADS'] = '3'\nfrom os import environ\nenviron.setdefault('MKL_CBWR', 'A')\n"
+    text += "environ.setdefault('OMP_A', 'new')\nimport torch\nos.environ['OMP_LATE'] = 'x'"
+    settings = preload.torch_imports(ast.parse(text)).settings
+    assert [(s.name, s.value, s.default) for s in settings] == [
+        ("OMP_NUM_THREADS", "3", False), ("MKL_CBWR", "A", True), ("OMP_A", "new", True)]  # fmt: skip
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_A", "old")
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    before = dict(os.environ)
+    with preload.environment(settings):
+        assert (os.environ["OMP_NUM_THREADS"], os.environ["MKL_CBWR"], os.environ["OMP_A"]) == ("3", "A", "old")
+    assert dict(os.environ) == before
 
 
 def test_the_file_of_a_module_is_found_without_importing(tmp_path, monkeypatch):
@@ -86,9 +105,9 @@ def test_the_file_of_a_module_is_found_without_importing(tmp_path, monkeypatch):
 
 def test_unreadable_or_broken_sources_name_nothing(tmp_path):
     (tmp_path / "broken.py").write_text("import torch\n)")
-    assert preload.named_in(str(tmp_path / "broken.py")) == ([], "")
-    assert preload.named_in(str(tmp_path / "missing.py")) == ([], "")
-    assert preload.named_in(None) == ([], "")
+    assert preload.named_in(str(tmp_path / "broken.py")) == preload.Named()
+    assert preload.named_in(str(tmp_path / "missing.py")) == preload.Named()
+    assert preload.named_in(None) == preload.Named()
 
 
 def test_a_missing_module_is_left_to_the_script():
