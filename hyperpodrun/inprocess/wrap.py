@@ -208,7 +208,7 @@ class _Rounds:
         self._trace("fault", describe.headline(error))
         restart = isinstance(error, RestartRequested)
         kind = "RestartRequested" if restart else describe.kind_of(error)
-        rung = getattr(error, "rung", "")  # RestartRequested, and errors that know that no restart helps
+        rung: Any = getattr(error, "rung", "")  # RestartRequested, and errors that know that no restart helps
         session.fault(kind, describe.headline(error), describe.text_of(error), rung)
 
     def _leave(self, error: BaseException | None) -> None:
