@@ -114,6 +114,11 @@ class HangWatch:
             return
         rank.heard_s = now_s
         if isinstance(message, link.Beat):
+            if message.stage == "function" and not rank.entered:
+                self._entered_by_itself(rank, now_s)
+            elif message.stage == "returned":
+                self.gone(local_rank)
+                return
             if message.steps:
                 self._steps_counted = True
                 self._steps = max(self._steps, message.steps)
@@ -122,6 +127,13 @@ class HangWatch:
                 rank.moved_s = max(rank.moved_s, now_s - message.still_s)
                 rank.count = (message.steps, message.calls)
         self._reckon()
+
+    def _entered_by_itself(self, rank: _Rank, now_s: float) -> None:
+        """Where nobody restarts in place, a wrapped function is entered without a word, and beats tell."""
+        rank.entered = True
+        rank.moved_s = now_s
+        if all(other.entered for other in self._ranks.values()):
+            self._assembled_s = now_s
 
     def next_deadline_s(self) -> float | None:
         """When `tick` is due."""

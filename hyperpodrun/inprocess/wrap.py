@@ -89,6 +89,7 @@ class HPWrapper:
         self.finalize = _each("finalize", CheckpointlessFinalizeCleanup() if finalize is None else finalize)
         self.initialize = _each("initialize", initialize)
         self.health_check = _each("health_check", CudaHealthCheck() if health_check is None else health_check)
+        self._watched: Session | None = None
         self._connect: Connect = HPAgentK8sAPIFactory() if hp_api_factory is None else hp_api_factory
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +108,10 @@ class HPWrapper:
         if session is None:
             caller = _running or HPCallWrapper(None, self.checkpoint_manager)
             args, kwargs = where.with_caller(args, kwargs, caller)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._unwatch()
         caller = HPCallWrapper(session, self.checkpoint_manager)
         args, kwargs = where.with_caller(args, kwargs, caller)
         _running, _used = caller, True
@@ -133,7 +137,14 @@ class HPWrapper:
         if session.inplace:
             return session
         session.watch_only()
+        self._watched = session
         return None
+
+    def _unwatch(self) -> None:
+        """Where processes only are restarted: what follows the function is nobody's hang."""
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            watched.set_stage("returned", tell=False)
 
 
 class _Rounds:

@@ -149,3 +149,19 @@ def test_no_progress_can_be_said_only_where_steps_are_counted(earlier: int, now:
     hangs.entered(range(3), 102.0)
     hangs.heard(1, beat(0.0, steps=now), 103.0)
     assert hangs.progressed == progressed
+
+
+def test_functions_that_are_entered_without_a_word_are_known_by_their_beats() -> None:
+    hangs = HangWatch(2.0)
+    hangs.begin()
+    hangs.born(range(2), 90.0)
+    for rank in range(2):
+        hangs.heard(rank, beat(0.0), 100.0)
+    found = run(hangs, 120.0, {0: lambda now_s: beat(0.1, calls=9), 1: lambda now_s: beat(now_s - 100.0, calls=3)})
+    assert found is not None and found[1].local_ranks == (1,)
+
+
+def test_what_follows_the_function_is_no_hang() -> None:
+    hangs = watch(1)
+    hangs.heard(0, link.Beat(0, "returned", 0, 5, 0.5), 101.0)
+    assert hangs.next_deadline_s() is None
