@@ -194,7 +194,7 @@ def _over(here: Any, there: Any) -> Any:
 
 
 def _gathered(value: Any, like: torch.Tensor) -> Any:
-    """A DTensor of an optimizer as plain values: this rank's piece, the whole's shape, and how it is spread if not as its parameter."""
+    """A DTensor of an optimizer as plain values: this rank's piece, the whole's shape, how it is spread if not as its parameter."""
     if not hasattr(value, "to_local"):
         return value
     same = (getattr(like, "placements", None), getattr(like, "device_mesh", None)) == (value.placements, value.device_mesh)
