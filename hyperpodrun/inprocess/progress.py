@@ -36,6 +36,7 @@ class Counters:
 
     def begin(self) -> None:
         """The function is entered."""
+        self.first_step = self.last_step + 1
         self._steps = self._calls = self._collectives = 0
         self._pinged_at_s: float | None = None
         self._seen: dict[int, int] = {}
@@ -45,6 +46,11 @@ class Counters:
         """A step has been finished."""
         self._steps += 1
         self.last_step = step
+        self._moved_at_s = time.monotonic()
+
+    def note_restored(self, step: int) -> None:
+        """The state is the one before `step`, which is run next."""
+        self.first_step, self.last_step = step, step - 1
         self._moved_at_s = time.monotonic()
 
     def note_call(self, ping: bool = False) -> None:
