@@ -30,8 +30,6 @@ class HPCallWrapper:
         self.restart_mode = "start"
         """"start", "inplace" (this process has run the function before) or "process" (a new process of a job that has)."""
         self.restart_reason = ""
-        self.step_upon_restart = 0
-        """The step after the last one that was noted in this process; 0 in a new one. hyperpodrun.recovery knows better."""
 
     @property
     def rank(self) -> int:
@@ -42,6 +40,14 @@ class HPCallWrapper:
     def world_size(self) -> int:
         """In the present generation."""
         return _number(names.WORLD_SIZE, 1)
+
+    @property
+    def step_upon_restart(self) -> int:
+        """The step that this run of the function begins with: what RecoverableState.restore() gave.
+
+        Before that: the step after the last one that was noted in this process, 0 in a new one.
+        """
+        return counters.first_step
 
     def ping(self) -> None:
         """This rank makes progress (`--hang-timeout`, `heartbeat_timeout`)."""

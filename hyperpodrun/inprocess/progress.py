@@ -39,6 +39,7 @@ class Counters:
 
     def begin(self) -> None:
         """The function is entered."""
+        self.first_step = self.last_step + 1
         self._steps = self._calls = self._collectives = 0
         self._pinged_at_s: float | None = None
         self._seen: dict[int, int] = {}
@@ -51,6 +52,11 @@ class Counters:
         self._moved_at_s = time.monotonic()
         if self._steps == 1:
             self.on_first_step()
+
+    def note_restored(self, step: int) -> None:
+        """The state is the one before `step`, which is run next."""
+        self.first_step, self.last_step = step, step - 1
+        self._moved_at_s = time.monotonic()
 
     def note_call(self, ping: bool = False) -> None:
         """Something has been done."""

@@ -189,7 +189,6 @@ class _Rounds:
         caller = self._caller
         caller.generation, caller.restart_count = enter.generation, enter.restart_count
         caller.restart_mode, caller.restart_reason = enter.mode, enter.reason
-        caller.step_upon_restart = counters.last_step + 1
         self._reserve.hold()
 
     def _attempt(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

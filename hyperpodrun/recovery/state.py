@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import torch
 
-from hyperpodrun.inprocess.progress import note_step
+from hyperpodrun.inprocess.progress import counters, note_step
 from hyperpodrun.inprocess.session import update_section
 from hyperpodrun.recovery import keys, memory, plan, private, rng, shard
 from hyperpodrun.recovery.exchange import Exchange
@@ -195,6 +195,7 @@ class RecoverableState:
             rooms = {rank: card.room for rank, card in attempt.cards.items() if card.room is not None}
             versions.begin(step, self._names(), attempt.offers, rooms, self._writes_shard)
         meeting.barrier()
+        counters.note_restored(step + 1)
         mine.only({plan.private(rank, where.world_size) for rank in range(where.world_size)})
         self._seed_step(step + 1)
         if where.rank == 0 and step >= 0:

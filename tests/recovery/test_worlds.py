@@ -1,6 +1,7 @@
 """The world shrinks and grows: what comes out is what a plain computation of those worlds gives, and each sample is drawn once."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,35 +116,32 @@ lose()
 """
 
 
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """What each process printed."""
+    folder = tmp_path_factory.mktemp("worlds")
+    yield run_gloo(folder, JOB, 4)
+    for path in Path(node_state.BASE).glob(f"{node_state.prefix()}test-{folder.name}*"):
+        shutil.rmtree(path)
+
+
 @pytest.mark.torch
-def test_four_ranks_then_three_then_four(tmp_path: Path) -> None:
-    try:
-        said = run_gloo(tmp_path, JOB, 4)
-    finally:
-        for path in Path(node_state.BASE).glob(f"{node_state.prefix()}test-{tmp_path.name}*"):
-            shutil.rmtree(path)
+def test_four_ranks_then_three_then_four(said: list[str]) -> None:
     first = [text.partition("\nend ")[0].splitlines() for text in said]
     ends = [line.split()[1:] for text in said for line in text.splitlines() if line.startswith("end ")]
-    assert len({*map(tuple, ends)}) == 1 and len({*ends[0]}) == 1, ends
-    restored = [[line for line in lines if line.startswith("restored ")] for lines in first]
-    assert restored == [
+    assert len(ends) == 4 and len({*map(tuple, ends)}) == 1 and len({*ends[0]}) == 1, ends
+    assert [[line for line in lines if line.startswith("restored ")] for lines in first] == [
         ["restored 0 fresh", "restored 5 own", "restored 8 own"],
         ["restored 0 fresh", "restored 8 peer"],
         ["restored 0 fresh", "restored 5 own", "restored 8 own"],
         ["restored 0 fresh", "restored 5 own", "restored 8 own"],
     ]
     drawn = [line.split()[2:] for lines in first for line in lines if line.startswith("step ")]
-    samples = sorted(int(sample) for some in drawn for sample in some)
-    assert samples == list(range(2 * (4 * 5 + 3 * 3 + 4 * 4)))
+    assert sorted(int(sample) for some in drawn for sample in some) == list(range(2 * (4 * 5 + 3 * 3 + 4 * 4)))
 
 
 @pytest.mark.torch
-def test_a_new_rank_draws_its_own_random_numbers(tmp_path: Path) -> None:
-    try:
-        said = run_gloo(tmp_path, JOB, 4)
-    finally:
-        for path in Path(node_state.BASE).glob(f"{node_state.prefix()}test-{tmp_path.name}*"):
-            shutil.rmtree(path)
+def test_a_new_rank_draws_its_own_random_numbers(said: list[str]) -> None:
     drawn = [line for text in said for line in text.splitlines() if line.startswith("mine ")]
     assert len({*drawn}) == 4
     assert sum("rank 3 is new" in text for text in said) == 1
