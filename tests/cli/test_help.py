@@ -75,7 +75,7 @@ def test_the_document_has_every_option_with_default_and_note():
 def test_a_dry_run_starts_nothing_and_tells_where_values_come_from(launcher, tmp_path):
     logs = tmp_path / "logs"
     outcome = launcher(
-        "--dry-run", "--nproc-per-node=2", "-t", "0:3", "-r", "2", "--log-dir", str(logs), "--hang-timeout=1", "--rdzv-id=my-job",
+        "--dry-run", "--nproc-per-node=2", "-t", "0:3", "-r", "2", "--log-dir", str(logs), "--health-interval=1", "--rdzv-id=my-job",
         "train.py", "two words", "--x", PET_MAX_RESTARTS="4", PET_ROLE="cook",
         HYPERPODRUN_STATUS_FILE="/x", RANK="0",
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_dry_run_starts_nothing_and_tells_where_values_come_from(launcher, tmp
     ):
         assert wanted in rows, outcome.out
     assert "train.py 'two words' --x\n" in outcome.out
-    assert "--hang-timeout: " in outcome.out
+    assert "--health-interval: " in outcome.out
     assert "Nodes" not in outcome.out
     assert f"{logs}/my-job_(random)/attempt_0/1/stdout.log" not in rows
 

@@ -192,8 +192,8 @@ def test_the_own_interpreter_needs_no_mention(launcher):
 # --- notes
 
 LATER = {
-    "inprocess-restart": "1", "inprocess-timeout": "5", "abort-timeout": "5", "health-interval": "5",
-    "hang-timeout": "5", "server-host": "127.0.0.2", "server-port": "0", "rdzv-backend": "c10d", "monitor-interval": "1",
+    "health-interval": "5",
+    "server-host": "127.0.0.2", "server-port": "0", "rdzv-backend": "c10d", "monitor-interval": "1",
     "event-log-handler": "console", "logs-specs": "x",
 }  # fmt: skip
 ALONE = {

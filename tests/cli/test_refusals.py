@@ -62,6 +62,7 @@ BAD_VALUES = {
     "signals-to-handle": ["SIGKILL", "SIGSTOP", "SIGCHLD", "SIGNONE", "", "SIGTERM,", "SIG_IGN"],
     "master-port": ["-1", "65536", "http"],
     "mesh-port": ["-1", "65536"],
+    "data-port": ["-1", "65536"],
     "server-port": ["-2", "65536"],
     "node-rank": ["-1", "x"],
     "redirects": ["4", "x", "0:4", "0:", "-1:1", "0:1,", "1:1:1", ""],
