@@ -87,7 +87,7 @@ def test_job_that_loses_a_rank_goes_on_to_the_same_losses(
     state = ["--checkpoint", tmp_path / "saved", "--checkpoint-every", "5", "--losses", tmp_path / "losses"]
     out = finished(train("--steps", "12", *state, *fault, ranks=ranks))
     assert f"rank {ranks - 1} fails on purpose in step 8: {how}" in out
-    assert "resumed from the checkpoint of step 5" in out
+    assert "resumed from the checkpoint" not in out, "memory has a newer state"
     assert losses(tmp_path / "losses") == undisturbed(12, ranks)
     assert not list((tmp_path / "saved").glob("*.tmp"))
 

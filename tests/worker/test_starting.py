@@ -350,7 +350,7 @@ def test_torch_is_left_to_a_script_that_prepares_its_import(work, launch):
     seen = launch(
         script(
             work,
-            "import os, sys\nos.environ['OMP_NUM_THREADS'] = '2'\nprint('torch' in sys.modules)\n"
+            "import os, sys\nos.environ['OMP_NUM_THREADS'] = str(2)\nprint('torch' in sys.modules)\n"
             "import torch\nprint(torch.get_num_threads())",
         )
     )
