@@ -237,7 +237,7 @@ def _fetch(
     nearest = min(distance(source, holding)[0] for source, holding in held)
     near = [(source, holding) for source, holding in held if distance(source, holding)[0] == nearest]
     best: dict[int, Holding] = {}
-    for source, holding in sorted(near, key=lambda pair: (load[pair[0]], distance(*pair)[1], pair[0])):
+    for source, holding in sorted(near, key=lambda pair: (distance(*pair)[1], load[pair[0]], pair[0])):
         best.setdefault(source, holding)
     nbytes = held[0][1].nbytes
     count = min(len(best), MAX_STRIPES, max(1, nbytes // STRIPE_BYTES))

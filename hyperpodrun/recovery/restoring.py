@@ -133,6 +133,10 @@ class Restoring:
             if isinstance(made, plan.Infeasible):
                 return made
             failed: set[Bad] = set()
+            if self._key not in {fetch.shard for fetch in made.of(self._where.rank)}:
+                assert self._earlier is not None, "the plan says that it is here"
+                self._touched, self._kinds = True, []
+                _take_live(self._earlier, self._parts)  # while others fetch from the same memory
             for wave in range(made.waves):
                 mine = self._fetched([fetch for fetch in made.of(self._where.rank) if fetch.wave == wave], made.step, bad)
                 said = self._meeting.share(f"done/{attempt}/{wave}", msgspec.msgpack.encode((self._touched, mine)))
@@ -226,9 +230,7 @@ class Restoring:
             if name in fetched:
                 continue
             if name == self._key:
-                assert self._earlier is not None, "the plan says that it is here"
-                _take_live(self._earlier, self._parts)
-                continue
+                continue  # done while the others were fetching
             held = self._held.whole(name, made.step, "live")
             assert held is not None, "the plan says that it is here"
             self.blobs[name] = b"".join(bytes(shard.view(tensor)) for tensor in held.tensors)

@@ -71,6 +71,9 @@ def seed_all(seed: int, rank: int, step: int) -> None:
 def seed_with(value: int) -> None:
     """Seed every generator with 64 bits."""
     random.seed(value)
-    torch.manual_seed(value >> 1)  # GPUs' too
+    # torch.manual_seed looks for all kinds of devices each time, which takes longer than the rest of a step's mark
+    torch.default_generator.manual_seed(value >> 1)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type for it
+        torch.cuda.manual_seed_all(value >> 1)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(value & 0xFFFFFFFF)

@@ -51,7 +51,7 @@ def group(number):
     from hyperpodrun.agent.wire import names
 
     os.environ[names.GENERATION] = str(number)
-    os.environ[names.JOB_ID] = f"bench-state-{os.path.basename(OUT)}"
+    os.environ[names.JOB_ID] = f"bench-state-{os.path.basename(OUT)}-{number}"
     os.environ[names.NODE] = f"node{RANK}"
     dist.init_process_group("gloo", init_method=f"file://{OUT}/meet{number}", rank=RANK, world_size=WORLD)
 
@@ -183,7 +183,7 @@ def steps():
         optimizer = torch.optim.AdamW(model.parameters())
         state = RecoverableState(model=model, optimizer=optimizer, rng="counter", copies=copies, replica_group=[RANK])
         state.restore()
-        x = torch.randn(512, 1024)
+        x = torch.randn(64, 1024)
         for step in range(80):
             if step == 20:
                 began, used = time.perf_counter(), time.process_time()
@@ -234,6 +234,7 @@ def main():
     parser.add_argument("--sizes", default="0.25,1", help="GiB")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--restore-only", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("work", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -247,19 +248,20 @@ def main():
             Path(OUT, "found").write_text(json.dumps(found))
         return
     results = {}
+
+    def show(name, found):
+        results[name] = found
+        print(name, *(f"  {key:24} {value:10.3f}" for key, value in found.items()), sep="\n", flush=True)
+
     for ranks in map(int, options.ranks.split(",")):
         for size in map(float, options.sizes.split(",")):
             found = job(ranks, "restores", int(size * 2**30), options.rounds)
             times = {name: value for name, value in found.items() if name != "peak MiB"}
-            results[f"restore {size:g} GiB, {ranks} ranks"] = found | {
-                f"x {name}": times[name] / times["restore"] for name in times if name != "restore"
-            }
-    results["update, 2 ranks"] = job(2, "marks")
-    results["step, 2 ranks"] = job(2, "steps")
-    for name, found in results.items():
-        print(name)
-        for key, value in found.items():
-            print(f"  {key:24} {value:10.3f}")
+            ratios = {f"x {name}": times[name] / times["restore"] for name in times if name != "restore"}
+            show(f"restore {size:g} GiB, {ranks} ranks", found | ratios)
+    if not options.restore_only:
+        show("update, 2 ranks", job(2, "marks"))
+        show("step, 2 ranks", job(2, "steps"))
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
 

@@ -1,6 +1,7 @@
 """States without natural replicas: FSDP2, HSDP and tensor parallel models come back from copies, bit for bit."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,7 +161,7 @@ for name, text in json.loads(sys.argv[1]).items():
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[tuple[int, str, str]]]]:
     """(step, source, end) of each rank by scenario, all run one after another by the same four processes."""
-    folder = tmp_path_factory.mktemp("sharded")
+    folder = tmp_path_factory.mktemp(f"sharded-{os.getpid()}")  # names of jobs are made of it
     said = run_gloo(folder, JOB + RUN, 4, json.dumps({name: text for name, (text, *_) in SCENARIOS.items()}))
     found: dict[str, list[tuple[int, str, str]]] = {name: [] for name in SCENARIOS}
     for text in said:

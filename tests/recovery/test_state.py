@@ -1,6 +1,7 @@
 """A training loop goes on bit for bit after faults, whoever was lost."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,7 +121,7 @@ for number, (name, text) in enumerate(json.loads(sys.argv[1]).items()):
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[tuple[int, str, str]]]]:
     """(step, source, end) of each rank by scenario, all run one after another by the same three processes."""
-    folder = tmp_path_factory.mktemp("jobs")
+    folder = tmp_path_factory.mktemp(f"jobs-{os.getpid()}")  # names of jobs are made of it
     said = run_gloo(folder, JOB + RUN, 3, json.dumps({name: text for name, (text, *_) in SCENARIOS.items()}))
     found: dict[str, list[tuple[int, str, str]]] = {name: [] for name in SCENARIOS}
     for text in said:

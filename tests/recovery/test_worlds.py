@@ -1,5 +1,6 @@
 """The world shrinks and grows: what comes out is what a plain computation of those worlds gives, and each sample is drawn once."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,7 @@ def life(generation, ranks, until, breaks=False, rng="counter"):
     os.environ |= {names.GENERATION: str(generation), names.RANK: str(rank), names.WORLD_SIZE: str(world)}
     dist.init_process_group("gloo", init_method=os.environ["MEET"] + str(generation), rank=rank, world_size=world)
     model, optimizer = build()
+    torch.manual_seed(100 + rank); random.seed(rank)
     sampler = Sampler(rank, world)
     state = RecoverableState(model=model, optimizer=optimizer, sampler=sampler, rng=rng, seed=SEED)
     start = state.restore()
@@ -119,7 +121,7 @@ lose()
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """What each process printed."""
-    folder = tmp_path_factory.mktemp("worlds")
+    folder = tmp_path_factory.mktemp(f"worlds-{os.getpid()}")  # names of jobs are made of it
     yield run_gloo(folder, JOB, 4)
     for path in Path(node_state.BASE).glob(f"{node_state.prefix()}test-{folder.name}*"):
         shutil.rmtree(path)
