@@ -254,7 +254,8 @@ def test_budget_spent_ends_the_job_with_the_culprits_report(launch: Callable) ->
 
 
 def test_stop_during_a_recall(launch: Callable) -> None:
-    work = "if GENERATION == 0 and RANK == 0: raise ValueError('boom')\nif RANK == 1: ctypes.PyDLL(None).sleep(10**6)"
+    still = "if RANK == 1 and GENERATION == 0:\n    tell('still')\n    ctypes.PyDLL(None).sleep(10**6)\n"
+    work = still + "while not told('still'): time.sleep(0.01)\nif GENERATION == 0 and RANK == 0: raise ValueError('boom')"
     run = launch(*OPTIONS, "--shutdown-timeout=1", script=script(work))
     run.until(lambda: "waiting for rank" in run.err, "word of whom the recall waits for")
     os.kill(run.pid, signal.SIGTERM)
