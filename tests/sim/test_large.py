@@ -21,9 +21,9 @@ class Counted(World):
         super().__init__(schedule, validate=False)
         self.sent: Counter[str] = Counter()
 
-    def _send(self, host: Host, to: str, message: Message) -> None:
+    def send(self, host: Host, to: str, message: Message) -> None:
         self.sent[host.name] += 1
-        super()._send(host, to, message)
+        super().send(host, to, message)
 
 
 def run(nodes: int, lost: int) -> tuple[float, float]:
