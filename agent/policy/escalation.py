@@ -12,7 +12,7 @@ highest of those whose faults are decided together:
   `no_progress` of them. Faults during a recovery count here: their generation never came to a step.
 - What cannot be healed by trying again (`final`) ends the job at once. A rung asked for is the least that is done.
 - Workers that failed because a node was lost, or its agent died with its workers, are healed with it: they are no faults, and spend
-  nothing.
+  nothing. A final failure stays one, also if its node is lost next (simulator, seed 15483).
 
 Budgets. A restart for the fault of a worker, whatever the rung, spends one of --max-restarts. Torchrun's default there is 0, which
 with --inprocess-restart would forbid what was asked for: if the user names no number, such a job may spend as many restarts as are
@@ -47,7 +47,7 @@ def decide(situation: Situation) -> Decision:
     incidents = [i for i in situation.incidents if i.generation == situation.generation]
     broken = [i for i in incidents if i.kind in ("lost", "revived")]
     lost = {i.node for i in broken if i.kind == "lost"}
-    ended = [i for i in incidents if i.kind == "failed" and i.node not in lost]
+    ended = [i for i in incidents if i.kind == "failed" and (i.node not in lost or i.symptoms.final)]
     victims = [i for i in ended if broken and i.symptoms.victim and not i.symptoms.final and not i.symptoms.rung]
     failed = [i for i in ended if i not in victims]
     if not incidents:

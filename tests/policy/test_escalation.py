@@ -22,6 +22,11 @@ def lost(node: str, generation: int = 0) -> Incident:
     return Incident("lost", generation, node)
 
 
+def test_a_final_failure_ends_the_job_also_if_its_node_is_lost_next() -> None:
+    decision = once(failed(replace(GOOD, final=True), node="a"), lost("a"))
+    assert decision.rung == "end" and decision.code == 3
+
+
 def once(*incidents: Incident, rules: Rules = INPROCESS, **more: object) -> Decision:
     return decide(Situation(rules=rules, incidents=incidents, **more))  # type: ignore[arg-type]
 
