@@ -23,7 +23,7 @@ def lost(node: str, generation: int = 0) -> Incident:
 
 
 def test_a_final_failure_ends_the_job_also_if_its_node_is_lost_next() -> None:
-    decision = once(failed(replace(GOOD, final=True), node="a"), lost("a"))
+    decision = once(failed(replace(GOOD, final=True), node="a"), lost("a"), generation=0)
     assert decision.rung == "end" and decision.code == 3
 
 
