@@ -19,6 +19,8 @@ from hyperpodrun.recovery import shm
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Shard
 
+BESIDE = 0.2
+"""How much of a step's time a copy takes that is made beside it, by and large: it has a core of its own, or shares one."""
 INLINE = 0.01
 
 
@@ -36,6 +38,8 @@ class NodeState:
         self._done = threading.Condition()
         self._written = -1
         self.took_s = 0.0
+        self._waited_s = 0.0
+        self._inline = True
         self.off = False
 
     def begin(self, step: int, history: History, names: Collection[str], sent: Collection[str], room: bool) -> None:
@@ -60,13 +64,25 @@ class NodeState:
         """Before anything changes: the version under way is finished."""
         thread, self._thread = self._thread, None
         if thread is not None:
+            began_s = time.monotonic()
             thread.join()
+            self._waited_s = time.monotonic() - began_s
+
+    @property
+    def cost_s(self) -> float:
+        """What the last version cost the training: all of its time where it was written at once.
+
+        Else the wait for its end, and a part of the time in which it shared the processor with a step.
+        """
+        return self.took_s if self._inline else self._waited_s + BESIDE * self.took_s
 
     def write(self, step: int, shards: dict[str, Shard], step_s: float) -> None:
         """Write the version of this step; what has no place is left out."""
         if self.off:
             return
-        if self.took_s <= INLINE * step_s or not step_s:
+        self._inline = self.took_s <= INLINE * step_s or not step_s
+        self._waited_s = 0.0
+        if self._inline:
             self._write(step, shards)
         else:
             self._thread = threading.Thread(target=self._write, args=(step, shards), name="hyperpodrun-version", daemon=True)

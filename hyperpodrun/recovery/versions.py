@@ -105,7 +105,7 @@ class Versions:
         self.pace.stepped(time.monotonic())
         if not self.pace.due(step, every, waits):
             return
-        self.pace.cost(self._node.took_s + self._copies.cost_s)
+        self.pace.cost(self._node.cost_s + self._copies.cost_s)
         self._mine.pin(step)
         self._node.write(step, {} if self._node.off else made(), self.pace.step_s)
         self._copies.fetch(step)
