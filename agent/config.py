@@ -59,7 +59,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """False: nobody named a number. With `inprocess_restart` other limits hold then (policy/escalation.py)."""
     restart_window_s: float = 3600.0
     max_node_failures: int | None = None
-    max_rank_faults: int = 3
+    max_rank_faults: int = 16
     start_method: StartMethod = "forkserver"
     preload: tuple[str, ...] = ()
     python: str = ""

@@ -174,7 +174,7 @@ OPTIONS: tuple[Option, ...] = (
         help="Node failures within the restart window before the job is given up.",
     ),
     Option(
-        name="max-rank-faults", origin="own", group=RESTARTS, kind=kinds.whole(1), default="3",
+        name="max-rank-faults", origin="own", group=RESTARTS, kind=kinds.whole(1), default="16",
         help="Faults of one rank within the restart window that are healed the same way before more is replaced: its process, "
         "its node's processes, all processes, its node.",
     ),
