@@ -62,12 +62,12 @@ def test_a_flag_beats_our_variable_which_beats_torchruns(launcher):
 
 
 def test_restarts_in_place_are_bounded_by_a_number_only_where_one_is_given(launcher):
-    assert launcher.job("train.py").rules() == Rules(max_restarts=0)
+    assert launcher.job("train.py").rules() == Rules(max_restarts=0, max_rank_faults=16)
     job = launcher.job("--restart-window=60", "--max-node-failures=4", "--max-rank-faults=9", "train.py")
     wanted = Rules(inprocess=True, max_node_failures=4, window_s=60, max_rank_faults=9)
     assert replace(job, inprocess_restart=True).rules() == wanted
     given = launcher.job("train.py", PET_MAX_RESTARTS="0")
-    assert replace(given, inprocess_restart=True).rules() == Rules(inprocess=True, max_restarts=0)
+    assert replace(given, inprocess_restart=True).rules() == Rules(inprocess=True, max_restarts=0, max_rank_faults=16)
 
 
 def test_torchruns_variable_for_the_grace_is_the_weakest(launcher):
