@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from hyperpodrun import ending
 from hyperpodrun.agent.wire import link, names
 from hyperpodrun.inprocess.errors import InternalError
 from hyperpodrun.inprocess.interrupt import Interrupter
@@ -45,6 +46,7 @@ class Session:
         self._released = -1
         self._ending: link.End | None = None
         self._lost = False
+        self._ended = threading.Event()  # this process is about to
         self._stopper: threading.Thread | None = None
 
     def connect(self, connect: Connect) -> bool:
@@ -65,7 +67,7 @@ class Session:
         self._line.beat_with(self._beat)
         counters.on_first_step = self._tell_first_step
         if self.welcome is not None and self.welcome.hang_timeout_s is not None:
-            threading.Thread(target=self._count, name="hyperpodrun-count", daemon=True).start()
+            ending.thread(self._count, name="count", stop=self._ended.set)
         return True
 
     @property
@@ -237,10 +239,9 @@ class Session:
 
     def _count(self) -> None:
         """A thread of its own: it may be the last to hold a group, whose end can take its time."""
-        while self.alive:
+        while self.alive and not self._ended.wait(link.BEAT_S / 2):
             if self.stage == "function":
                 counters.count_collectives()
-            time.sleep(link.BEAT_S / 2)
 
 
 def _nothing() -> None:
