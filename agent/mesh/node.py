@@ -91,7 +91,9 @@ class Node:
         self.causes = 0
         self.view: View | None = None
         self.digest = ""
-        self.sources: dict[str, int] = {}
+        self.sources: Mapping[str, int] = {}
+        self.vacant: tuple[str, ...] = ()
+        """Slots without a member in the view."""
         self.rings: Rings = rings((), config.rings)
         self.order: tuple[str, ...] = ()
         self.here = NOWHERE
@@ -243,7 +245,7 @@ class Node:
         if self.knock % 4 == 0:
             # Those whom this agent keeps out (M8) first: every other knock is theirs.
             barred = sorted(self.unheard) if self.knock % 8 else []
-            lost = barred or [n for n in self.bootstrap.slots() if n not in self.sources]
+            lost = barred or self.vacant
             if lost:
                 effects.append(Send(lost[self.knock // 4 % len(lost)], Hello(self.here, self.member, True)))
         return effects

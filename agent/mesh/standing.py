@@ -22,7 +22,7 @@ from hyperpodrun.agent.mesh.effects import Adopt, Effect, End, Persist, Send
 from hyperpodrun.agent.mesh.history import follows, holds, linked
 from hyperpodrun.agent.mesh.reports import Reports
 from hyperpodrun.agent.mesh.rings import rings
-from hyperpodrun.agent.mesh.view import candidates, digest_of
+from hyperpodrun.agent.mesh.view import candidates, digest_of, incarnations
 from hyperpodrun.agent.wire.mesh import NOWHERE, Decided, Pull, Source, View, Vote
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def settle(agent: Node, now: int, view: View, digest: str, vote: Vote | None, ca
     """Everything that is per view starts anew."""
     agent.view, agent.digest = view, digest
     nodes = tuple(member.node for member in view.members)
-    agent.sources = {member.node: member.incarnation for member in view.members}
+    agent.sources = incarnations(tuple(member.source for member in view.members))
     agent.rings = rings(nodes, agent.config.rings)
     agent.order = candidates(digest, nodes)
     agent.history.add(view, not agent.history.views)
@@ -143,11 +143,12 @@ def settle(agent: Node, now: int, view: View, digest: str, vote: Vote | None, ca
     agent.alerts = Alerts(digest, agent.rings)
     agent.detector.adopt(now, tuple(agent.rings.subjects.get(agent.member.node, ())))
     agent.gossip.adopt(len(nodes))
-    agent.reports.adopt(view)
+    agent.reports.adopt(view, agent.sources)
     agent.lease.adopt(now, view, digest, agent.order)
     agent.works.adopt(now, view, careful)
     agent.agreement.begin(now, view, digest, vote)
     agent.bootstrap.settle(nodes)
+    agent.vacant = tuple(node for node in agent.bootstrap.slots() if node not in agent.sources)
     agent.here = agent.brief_now(now)
 
 
