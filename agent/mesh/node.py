@@ -188,12 +188,12 @@ class Node:
             return is_genesis_quorum(self.config, nodes)
         return is_quorum(self.view, nodes, self.view.tiebreak not in spent)
 
-    def electorate(self) -> tuple[str, ...]:
+    def electorate(self) -> Collection[str]:
         """All members, suspects too (A4); in a recovery every slot; for view 0 everyone present."""
         if self.agreement.recovering:
             return self.slots()
         if self.view is not None:
-            return tuple(member.node for member in self.view.members)
+            return self.sources.keys()
         return tuple(member.node for member in self.bootstrap.present(self.proposed_ns))
 
     def slots(self) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ def take_decision(agent: Node, now: int) -> list[Effect]:
     if agent.view is not None:
         told |= {member.node for member in agent.view.members}
     effects: list[Effect] = list(adopt(agent, now, nxt, False))
-    effects += (Send(node, Decided(nxt)) for node in sorted(told) if node != agent.member.node)
+    word = Decided(nxt)
+    effects += (Send(node, word) for node in sorted(told) if node != agent.member.node)
     return effects
 
 
@@ -164,7 +165,7 @@ def rejoin(agent: Node, now: int, why: str) -> list[Effect]:
     cause = agent.cause(now, why)
     effects: list[Effect] = list(agent.works.stop(True, cause))
     agent.member = msgspec.structs.replace(agent.member, incarnation=agent.rng.getrandbits(63), role="standby")
-    agent.view, agent.digest, agent.sources = None, "", {}
+    agent.view, agent.digest, agent.sources, agent.vacant = None, "", {}, ()
     agent.here = NOWHERE
     agent.rings, agent.order = rings((), agent.config.rings), ()
     agent.history.views.clear()

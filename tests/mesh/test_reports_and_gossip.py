@@ -35,6 +35,14 @@ def test_a_view_that_dealt_with_a_report_forgets_it() -> None:
     assert reports.of("failed") == () and reports.nodes("leaving") == {"b"}
 
 
+def test_a_report_about_another_incarnation_is_about_nobody_here_but_for_a_slot_that_is_gone_for_good() -> None:
+    reports = table()
+    assert not reports.apply(5, Report("leaving", ("b", 2), 3))
+    assert not reports.apply(5, Report("dead", ("b", 2)))
+    assert reports.apply(5, Report("dead", ("z", 2)))
+    assert not reports.apply(5, Report("join", ("b", 1), member=Member("b", 1)))
+
+
 def test_some_finished_ask_for_nothing_and_all_do() -> None:
     reports = table()
     for node in "ab":
