@@ -17,6 +17,8 @@ other has ended, so nothing is waited for without end.
       |  Returned -------------------------> |   the function has returned; held until all ranks' have
       |  <------------------------- Released |   go on behind it (an Interrupt instead: the function runs again)
       |  <------------------------------ End |   instead of Enter or Released: there will be no further world
+      |  <----------------------------- Part |   before that, at the barrier: this process is replaced, but what it holds is wanted ...
+      |  Parted ---------------------------> |   ... and now lies where another process finds it
 
 A message about an older generation is ignored by both sides. Source: unix(7), DESIGN "A fault, end to end".
 """
@@ -100,7 +102,13 @@ class StageChanged(msgspec.Struct, frozen=True, tag="stage"):
     stage: Stage
 
 
-FromWorker = Hello | AtBarrier | Fault | Unfit | Returned | Beat | StageChanged
+class Parted(msgspec.Struct, frozen=True, tag="parted"):
+    """The answer to Part: nothing that this process holds is lost with it, as far as it could be saved."""
+
+    generation: int
+
+
+FromWorker = Hello | AtBarrier | Fault | Unfit | Returned | Beat | StageChanged | Parted
 
 
 # --- agent to worker
@@ -144,4 +152,9 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     reason: str
 
 
-ToWorker = Welcome | Enter | Interrupt | Released | End
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """This process, which waits at the barrier, will be replaced: let it save what others cannot have. The shutdown signal follows
+    on Parted, or when --shutdown-timeout is over."""
+
+
+ToWorker = Welcome | Enter | Interrupt | Released | End | Part
