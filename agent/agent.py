@@ -208,10 +208,10 @@ class Agent:
                     self.scripts.stop(kill)
                 case policy.RunAttempt(restart_count, in_place):
                     self.run_attempt(restart_count, in_place)
-                case policy.StopAttempt(kill):
+                case policy.StopAttempt(kill, part):
                     if not kill:
                         self.reactor.call_later(TELL_GRACE_S, partial(self.tell_grace, self.attempt.world))
-                    self.attempt.stop(kill)
+                    self.attempt.stop(kill, part)
                 case policy.Restarting() | policy.GivingUp():
                     self.desk.tell_next(effect, self.attempt.kept)
                 case policy.End(code):

@@ -142,9 +142,9 @@ class AttemptRunner:
         """How many processes wait at the barrier."""
         return len(self._group.recall.parked) if self._group.state is group.State.BACK else 0
 
-    def stop(self, kill: bool) -> None:
-        """End the attempt, with the grace or at once."""
-        self._feed(group.Stop(kill))
+    def stop(self, kill: bool, part: bool = False) -> None:
+        """End the attempt, with the grace or at once. `part`: other processes take over what these hold."""
+        self._feed(group.Stop(kill, part))
 
     def others_done(self) -> None:
         """Another node's ranks have all ended well: those here have --exit-skew-timeout left."""
@@ -194,6 +194,10 @@ class AttemptRunner:
             case group.CancelStart():
                 self._starter.cancel()
                 self._close_streams()
+            case group.Part(local_ranks):
+                self._enough_waiting()
+                for local_rank in local_ranks:
+                    self.links.send(local_rank, link.Part())
             case group.Ask(local_ranks):
                 self._ask(local_ranks)
             case recall.DumpStacks(local_ranks, why):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from hyperpodrun.agent.wire import link, names
+from hyperpodrun.inprocess import parting
 from hyperpodrun.inprocess.errors import InternalError
 from hyperpodrun.inprocess.interrupt import Interrupter
 from hyperpodrun.inprocess.line import Connect, Line
@@ -43,6 +44,7 @@ class Session:
         self._left = -1  # generations up to this one have been left, or are being
         self._interrupted = -1
         self._released = -1
+        self._parting = False
         self._ending: link.End | None = None
         self._lost = False
         self._stopper: threading.Thread | None = None
@@ -104,10 +106,20 @@ class Session:
         """At the barrier. Raises InternalError when the agent ends."""
         self.set_stage("waiting", tell=False)
         self.send(link.AtBarrier(self.generation))
+        while (entry := self._next_word()) is None:
+            parting.part()
+            self.send(link.Parted(self.generation))
+        return entry
+
+    def _next_word(self) -> link.Enter | None:
+        """At the barrier: the order to enter; None: to part."""
         with self._changed:
             while self._entry is None or self._entry.generation <= self.generation:
                 self._check_line()
                 self._check_end()
+                if self._parting:
+                    self._parting = False
+                    return None
                 self._changed.wait()
             self.generation = self._entry.generation
             self.reason = self._entry.reason
@@ -185,6 +197,8 @@ class Session:
                     self._entry = message
             elif isinstance(message, link.End):
                 self._ending = message
+            elif isinstance(message, link.Part):
+                self._parting = True
             elif isinstance(message, link.Released):
                 self._released = max(self._released, message.generation)
             elif isinstance(message, link.Interrupt) and message.generation > max(self._interrupted, self._left):
