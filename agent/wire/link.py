@@ -108,7 +108,11 @@ class Parted(msgspec.Struct, frozen=True, tag="parted"):
     generation: int
 
 
-FromWorker = Hello | AtBarrier | Fault | Unfit | Returned | Beat | StageChanged | Parted
+class Dumped(msgspec.Struct, frozen=True, tag="dumped"):
+    """The answer to Dump: the stacks have been written."""
+
+
+FromWorker = Hello | AtBarrier | Fault | Unfit | Returned | Beat | StageChanged | Parted | Dumped
 
 
 # --- agent to worker
@@ -157,4 +161,8 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     on Parted, or when --shutdown-timeout is over."""
 
 
-ToWorker = Welcome | Enter | Interrupt | Released | End | Part
+class Dump(msgspec.Struct, frozen=True, tag="dump"):
+    """Write the stacks of all threads to standard error, and only then read on: what follows may change them."""
+
+
+ToWorker = Welcome | Enter | Interrupt | Released | End | Part | Dump

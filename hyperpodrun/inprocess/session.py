@@ -8,6 +8,7 @@ Invariants: generations only grow; an Interrupt of an older generation, or of on
 one stopper lives.
 """
 
+import faulthandler
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from hyperpodrun.inprocess.line import Connect, Line
 from hyperpodrun.inprocess.progress import counters
 
 WELCOME_S = 30.0
+STDERR = 2
 
 
 class Session:
@@ -189,6 +191,9 @@ class Session:
     def _receive(self, message: link.ToWorker) -> None:
         if os.getpid() != self._pid:
             return
+        if isinstance(message, link.Dump):
+            self._dump()
+            return
         with self._changed:
             if isinstance(message, link.Welcome):
                 self.welcome = message
@@ -216,6 +221,14 @@ class Session:
             target=self.interrupter.stop, args=(reason, self.unblock), name="hyperpodrun-stop", daemon=True
         )
         self._stopper.start()
+
+    def _dump(self) -> None:
+        """In this thread, which has the interpreter's lock meanwhile: no other thread changes its frames, or begins, or ends."""
+        try:
+            faulthandler.dump_traceback(STDERR, all_threads=True)
+        except (OSError, RuntimeError, ValueError):
+            pass  # closed by the program: the agent still tells what the kernel says
+        self.send(link.Dumped())
 
     def _end(self, _reason: object = None) -> None:
         with self._changed:

@@ -158,6 +158,16 @@ if GENERATION == 0:
     run.nothing_left()
 
 
+def test_rank_that_hangs_and_lives_prints_its_stacks_by_itself(launch: Callable) -> None:
+    """Looked at from a signal handler, a process can die of it."""
+    work = "signal.signal(signal.SIGRTMAX - 2, lambda *_: os._exit(9))\n" + once("time.sleep(1e6)")
+    run = launch(*OPTIONS, "--hang-timeout=1", script=script(work))
+    assert pids(run, 0) == pids(run, 1), run.story()
+    (run.folder / "finish").touch()
+    assert run.code() == 0, run.story()
+    assert "rank 1 (pid" in run.err and "in main" in run.err.partition("stacks follow")[2], run.story()
+
+
 @pytest.mark.parametrize("fault", ["raise ValueError('boom')", "os._exit(7)"], ids=["exception", "exit"])
 def test_fault_before_anybody_has_met(launch: Callable, fault: str) -> None:
     run = launch(*OPTIONS, script=script(before=once(fault)))
