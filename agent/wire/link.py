@@ -33,6 +33,12 @@ TEXT_BYTES = 1 << 16
 """Longest traceback or reason; what is longer is cut in the middle."""
 BEAT_S = 1.0
 
+
+def count_every_s(hang_timeout_s: float) -> float:
+    """How often a worker looks for progress where a hang watch is on; so much too late it may notice any."""
+    return min(BEAT_S / 2, max(0.1, hang_timeout_s / 20))
+
+
 Rung = Literal["", "inplace", "node", "all", "replace", "end"]
 Stage = Literal["function", "waiting", "aborting", "finalizing", "health check", "returned"]
 
@@ -83,9 +89,10 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Sent each BEAT_S by a thread of the worker. `steps` and `calls` (ping, collectives) only grow within a generation.
+    """Sent each BEAT_S by a thread of the worker; after the hang timeout without progress, each `count_every_s` as well.
 
-    `still_s`: for how long the main thread has made no counted progress; None: nothing counts here yet.
+    `steps` and `calls` (ping, collectives) only grow within a generation. `still_s`: for how long the main thread has made no
+    counted progress; None: nothing counts here yet.
     """
 
     generation: int

@@ -69,7 +69,9 @@ class Session:
         self._line.beat_with(self._beat)
         counters.on_first_step = self._tell_first_step
         if self.welcome is not None and self.welcome.hang_timeout_s is not None:
-            threading.Thread(target=self._count, name="hyperpodrun-count", daemon=True).start()
+            threading.Thread(
+                target=self._count, args=(self.welcome.hang_timeout_s,), name="hyperpodrun-count", daemon=True
+            ).start()
         return True
 
     @property
@@ -241,10 +243,12 @@ class Session:
         """What the line's thread sends every BEAT_S."""
         if not self.alive:
             return None
-        now = counters.now()
-        stage = self.stage
+        self._watch_heart(self.stage, counters.now().pinged_at_s)
+        return self._made_beat()
+
+    def _made_beat(self) -> link.Beat:
+        now, stage = counters.now(), self.stage
         watched = self.welcome is not None and self.welcome.hang_timeout_s is not None and stage == "function"
-        self._watch_heart(stage, now.pinged_at_s)
         return link.Beat(self.generation, stage, now.steps, now.calls, now.still_s if watched else None)
 
     def _tell_first_step(self) -> None:
@@ -262,12 +266,21 @@ class Session:
             self.fault("HeartbeatTimeout", reason)
             self.leave_by_itself(reason)
 
-    def _count(self) -> None:
-        """A thread of its own: it may be the last to hold a group, whose end can take its time."""
+    def _count(self, hang_timeout_s: float) -> None:
+        """A thread of its own: it may be the last to hold a group, whose end can take its time. The agent hears of it at once when
+        the timeout is over.
+        """
+        every_s = link.count_every_s(hang_timeout_s)
         while self.alive:
+            wait_s = every_s
             if self.stage == "function":
                 counters.count_collectives()
-            time.sleep(link.BEAT_S / 2)
+                left_s = hang_timeout_s - counters.now().still_s
+                if left_s <= 0:
+                    self.send(self._made_beat())
+                else:
+                    wait_s = min(every_s, left_s)
+            time.sleep(wait_s)
 
 
 def _nothing() -> None:
