@@ -54,7 +54,8 @@ class NodeState:
         try:
             _hold(self._folder)
             for name in {*names, *(version.name for version in shm.scan(self._folder))}:
-                shm.Slots(self._folder, name).forget_after(step)
+                for files in (shm.VERSIONS, shm.PARTING):
+                    shm.Slots(self._folder, name, files).forget_after(step)
         except OSError as error:
             self._say(f"the node's shared memory cannot be used: {error.strerror or error}")
             room = False

@@ -121,7 +121,7 @@ class RecoverableState:
         if self._copies >= 2:
             token = meeting.from_first("versions", os.urandom(TOKEN_BYTES))
             versions = self._versions = Versions(where, mine, self._copies, token, self._say)
-            mine.stop = versions.close
+            mine.stop, mine.part = versions.close, versions.part
         attempt = self._attempt(where, meeting, earlier)
         found = attempt.restore(None if self._versions is None else self._room)
         self.why = found.why
@@ -243,6 +243,8 @@ class RecoverableState:
                     mine.state(plan.private(rank, where.world_size)).put(step, state)
         if not self._private.empty:
             mine.state(plan.private(where.rank, where.world_size)).put(step, text)
+        if self._versions is not None:
+            self._versions.agreed(waits)
         self._every, self._waits = every, waits
 
     def _committed(self, step: int) -> None:
