@@ -16,9 +16,10 @@ from contextlib import closing
 
 from hyperpodrun import ending
 from hyperpodrun.recovery import shm
+from hyperpodrun.recovery.peer import Peer
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Shard
-from hyperpodrun.recovery.transfer import Peer, Server, TransferError
+from hyperpodrun.recovery.transfer import Server, TransferError
 
 PIECE_BYTES = 16 << 20
 DUTY = 0.25
