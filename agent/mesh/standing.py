@@ -157,7 +157,7 @@ def lease(agent: Node, now: int) -> list[Effect]:
     """What is due of this agent's part in the lease trees (A9)."""
     if now < agent.lease.due_ns:
         return []
-    return agent.lease.tick(now, convening.order_of_trust(agent), agent.here, agent.agreement.open)
+    return agent.lease.tick(now, tuple(convening.trusted(agent)), agent.here, agent.agreement.open)
 
 
 def rejoin(agent: Node, now: int, why: str) -> list[Effect]:
