@@ -122,6 +122,7 @@ class Fetching:
             for holding in card.offer.holdings
             if (holding.shard, holding.step) == (fetch.shard, step)
         ]
+        others.sort(key=lambda other: plan.KINDS.index(other[1]))
         for rank, kind in dict.fromkeys([(fetch.source, fetch.kind), *others]):
             one = rank, fetch.shard, step, kind
             if one in bad or one in tried or self._leaving:
