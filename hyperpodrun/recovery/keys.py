@@ -32,6 +32,18 @@ def shard_key(models: Mapping[str, torch.nn.Module], group: Sequence[int], rank:
     return " ".join(words)
 
 
+def family_of(keys: Iterable[str]) -> tuple[str, int]:
+    """The name of the family of shards that has these keys, and how many there are (shard.Layout)."""
+    members = sorted({*keys})
+    return blake2b(repr(members).encode(), digest_size=9).hexdigest(), len(members)
+
+
+def is_of_one_state(models: Mapping[str, torch.nn.Module], group: Sequence[int], world_size: int) -> bool:
+    """Are tensors of one name the same tensor on all ranks: no other replica group, and each DTensor's mesh spans the world?"""
+    meshes = (getattr(parameter, "device_mesh", None) for model in models.values() for parameter in model.parameters())
+    return len(group) == world_size and all(mesh is None or mesh.size() == world_size for mesh in meshes)
+
+
 def _spread(parameters: Iterable[torch.Tensor]) -> Iterable[str]:
     for parameter in parameters:
         placements = getattr(parameter, "placements", None)

@@ -56,7 +56,8 @@ class Kept:
 
 
 class Memory:
-    """Of one RecoverableState. `key` is the shard that the live parts are; `history` see plan.py; `versions` writes to the node."""
+    """Of one RecoverableState. `key` is the shard that the live parts are, `family` the one it is of (shard.Layout); `history` see
+    plan.py. `before`: what it was made of, while others may still need that (the shards of another world)."""
 
     def __init__(self, key: str, parts: Sequence[Part]) -> None:
         self.key = key
@@ -64,6 +65,8 @@ class Memory:
         self.step = -1
         self.torn = False
         self.history: History = ()
+        self.family = ("", 0)
+        self.before: Memory | None = None
         self.common = Kept()
         self.private: dict[str, Kept] = {}
         self.heap: dict[str, HeapSlots] = {}

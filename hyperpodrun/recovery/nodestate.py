@@ -88,6 +88,14 @@ class NodeState:
             self._thread = threading.Thread(target=self._write, args=(step, shards), name="hyperpodrun-version", daemon=True)
             self._thread.start()
 
+    def only(self, names: Collection[str]) -> None:
+        """Versions of other shards are not needed any more (they are another world's)."""
+        for found in shm.scan(self._folder):
+            if found.name not in names:
+                found.discard()
+        for name in [name for name in self._heap if name not in names]:
+            del self._heap[name]
+
     def version(self, name: str, step: int, timeout_s: float) -> Shard | None:
         """That version, once it is written."""
         with self._done:

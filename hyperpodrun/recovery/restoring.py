@@ -13,15 +13,15 @@ Invariants: what was not read whole, with its checksums, is never said to be res
 
 import os
 from collections.abc import Callable, Container, Sequence
-from contextlib import closing
-from functools import partial
+from contextlib import ExitStack, closing
+from functools import cache, partial
 from typing import TypeVar
 
 import msgspec
 import torch
 
 from hyperpodrun.agent.wire import names
-from hyperpodrun.recovery import plan, shard
+from hyperpodrun.recovery import plan, reshard, shard
 from hyperpodrun.recovery.held import Held
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.parts import Part, RecoveryError
@@ -35,13 +35,17 @@ T = TypeVar("T")
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """The state after `step` is in place. `source`: where the largest piece came from. `world`: see plan.Plan."""
+    """The state after `step` is in place. `source`: where the largest piece came from. `world`: see plan.Plan.
+
+    `anew`: it was made of another world's shards.
+    """
 
     step: int
     source: str
     why: str
     history: plan.History
     world: int
+    anew: bool = False
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -111,10 +115,10 @@ class Restoring:
             self._meet(Card(self._offer, host, server.port, None if room is None else room(host)))
             made = self._carried_out()
             if isinstance(made, plan.Plan):
-                self._take_over(plan.needs(self._offer, made.world), made)
+                self._take_over(made)
             meeting.barrier()
         if isinstance(made, plan.Plan):
-            return Restored(made.step, self._source(), made.why, made.history, made.world)
+            return Restored(made.step, self._source(), made.why, made.history, made.world, bool(made.members))
         if self._spoilt:
             raise RecoveryError(
                 f"what was to be restored is damaged, and the new objects with it; they have to be made again: {made.why}"
@@ -133,12 +137,13 @@ class Restoring:
             if isinstance(made, plan.Infeasible):
                 return made
             failed: set[Bad] = set()
-            if self._key not in {fetch.shard for fetch in made.of(self._where.rank)}:
+            if not made.members and self._key not in {fetch.shard for fetch in made.of(self._where.rank)}:
                 assert self._earlier is not None, "the plan says that it is here"
                 self._touched, self._kinds = True, []
                 _take_live(self._earlier, self._parts)  # while others fetch from the same memory
             for wave in range(made.waves):
-                mine = self._fetched([fetch for fetch in made.of(self._where.rank) if fetch.wave == wave], made.step, bad)
+                mine = self._anew(made, bad) if made.members and wave == 0 else []
+                mine += self._fetched([fetch for fetch in made.of(self._where.rank) if fetch.wave == wave], made.step, bad)
                 said = self._meeting.share(f"done/{attempt}/{wave}", msgspec.msgpack.encode((self._touched, mine)))
                 told = [msgspec.msgpack.decode(text, type=tuple[bool, list[Bad]]) for text in said]
                 failed = {one for _, some in told for one in some}
@@ -175,6 +180,55 @@ class Restoring:
             else:
                 self.blobs[name] = bytes(shard.view(tensors[0]))
         return []
+
+    def _anew(self, made: plan.Plan, bad: Container[Bad]) -> list[Bad]:
+        """Make this rank's shard of another world's; what could not be had from anybody. Raises plan.Contradiction, RecoveryError."""
+        rank, tried = self._where.rank, list[Bad]()
+        new: reshard.New | None = None
+        with ExitStack() as stack:
+            peers = cache(lambda source: stack.enter_context(closing(self._peer(source))))
+            for member in reshard.nearest_first(made.members, rank, self._where.world_size):
+                source, kind = self._near(member, made.step)
+                fetch = plan.Fetch(rank, member, source, kind, 0, 0)
+                layout = self._from_any(fetch, made.step, bad, tried, self._layout)
+                if layout is None:
+                    return tried
+                if new is None:
+                    self._touched, self._kinds = True, []
+                    new = reshard.New(layout, self._parts)
+                for landing in new.landings(layout):
+                    piece = msgspec.structs.replace(fetch, start=landing.start, stop=landing.stop)
+                    if self._from_any(piece, made.step, bad, tried, partial(self._land, landing, peers)) is None:
+                        return tried
+                if new.whole:
+                    break
+        assert new is not None, "a family has members"
+        new.install(self._parts)
+        return []
+
+    def _near(self, name: str, step: int) -> tuple[int, plan.Kind]:
+        """Whom to ask first: this rank, its node, then others in turn."""
+        here, size = self._where, self._where.world_size
+        held = [(rank, h.kind) for rank, o in self.offers.items() for h in o.holdings if (h.shard, h.step) == (name, step)]
+        return min(
+            held,
+            key=lambda one: (
+                one[1] == "tiered",
+                one[0] != here.rank,
+                self.offers[one[0]].node != here.node,
+                (one[0] - here.rank) % size,
+            ),
+        )
+
+    def _land(self, landing: reshard.Landing, peers: Callable[[int], Peer], fetch: plan.Fetch, step: int) -> bool:
+        if fetch.source == self._where.rank:
+            landing.fill(self._own(fetch, step).range(fetch.start, fetch.stop))
+        else:
+            peers(fetch.source).fetch(fetch.shard, step, fetch.kind, fetch.start, fetch.stop, landing.into)
+        landing.land()
+        own = fetch.source == self._where.rank and fetch.kind == "live"
+        self._kinds.append("own" if own else fetch.kind)
+        return True
 
     def _from_any(
         self, fetch: plan.Fetch, step: int, bad: Container[Bad], tried: list[Bad], get: Callable[[plan.Fetch, int], T]
@@ -223,10 +277,10 @@ class Restoring:
     def _peer(self, rank: int) -> Peer:
         return Peer((self.cards[rank].host, self.cards[rank].port), self._token)
 
-    def _take_over(self, needs: Sequence[str], made: plan.Plan) -> None:
+    def _take_over(self, made: plan.Plan) -> None:
         """What this rank has itself at the plan's step."""
         fetched = {fetch.shard for fetch in made.of(self._where.rank)}
-        for name in needs:
+        for name in plan.needs(made.offer(self._offer), made.world):
             if name in fetched:
                 continue
             if name == self._key:
@@ -234,6 +288,8 @@ class Restoring:
             held = self._held.whole(name, made.step, "live")
             assert held is not None, "the plan says that it is here"
             self.blobs[name] = b"".join(bytes(shard.view(tensor)) for tensor in held.tensors)
+        if made.common:
+            self.blobs[f"common {self._key}"] = self.blobs[made.common]
 
     def _source(self) -> str:
         """Where most of the shard came from."""

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import msgspec
 import torch
 
-from hyperpodrun.recovery import codec
+from hyperpodrun.recovery import boxes, codec
 from hyperpodrun.recovery.parts import Part, RecoveryError
 
 
@@ -26,9 +26,12 @@ class PartLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """What a shard looks like."""
+    """What a shard looks like. `family`: the name of the set of shards that are the whole state together ("": it cannot be cut
+    anew), and how many `members` that has."""
 
     parts: tuple[PartLayout, ...]
+    family: str = ""
+    members: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -71,14 +74,25 @@ class Shard:
         return pieces
 
 
-def of(parts: Sequence[Part]) -> Shard:
-    """The shard that these parts are now. Raises CodecError."""
+def of(parts: Sequence[Part], family: str = "", members: int = 0) -> Shard:
+    """The shard that these parts are now; `family`, `members`: see Layout. Raises CodecError."""
     layouts, tensors = [], []
     for part in parts:
         found, skeleton = part.leaves()
-        layouts.append(PartLayout(part.name, tuple(codec.leaf_of(path, tensor) for path, tensor in found), skeleton))
+        spread = part.spread()
+        for path, tensor in found:
+            _, box = spread.get(path, ((), boxes.all_of(tensor.shape)))
+            if box is None or box.shape != tuple(tensor.shape):
+                family = ""
+        leaves = [_leaf(path, tensor, *spread.get(path, ((), None))) for path, tensor in found]
+        layouts.append(PartLayout(part.name, tuple(leaves), skeleton))
         tensors += [codec.dense(tensor) for _, tensor in found]
-    return Shard(Layout(tuple(layouts)), tensors)
+    return Shard(Layout(tuple(layouts), family, members if family else 0), tensors)
+
+
+def _leaf(path: str, tensor: torch.Tensor, whole: tuple[int, ...], box: boxes.Box | None) -> codec.Leaf:
+    leaf = codec.leaf_of(path, tensor)
+    return leaf if box is None else msgspec.structs.replace(leaf, whole=whole, start=box.start)
 
 
 def place(layout: Layout, parts: Sequence[Part]) -> tuple[Shard, list[torch.Tensor]]:

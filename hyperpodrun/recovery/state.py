@@ -33,7 +33,7 @@ from hyperpodrun.recovery.exchange import Exchange
 from hyperpodrun.recovery.held import Held, blob
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.parts import Part, RecoveryError, expected_bytes, part_of
-from hyperpodrun.recovery.restoring import Nothing, Restoring
+from hyperpodrun.recovery.restoring import Nothing, Restored, Restoring
 from hyperpodrun.recovery.transfer import TOKEN_BYTES
 from hyperpodrun.recovery.versions import Room, Versions, found_by
 from hyperpodrun.recovery.where import Meeting, Where, look, ranks_of
@@ -131,8 +131,11 @@ class RecoverableState:
             step, self.restored_from = found.step, found.source
             self._install_small(attempt.blobs, step, found.world)
         mine.history = (*found.history, step)
+        if keys.is_of_one_state(self._models, ranks_of(self._group, where.world_size), where.world_size):
+            mine.family = keys.family_of(offer.needs[0] for offer in attempt.offers.values())
         if earlier is not None:
             mine.take_over(earlier, step)
+            mine.before = earlier if isinstance(found, Restored) and found.anew else None
         mine.step = step
         memory.remember(self._name, mine)
         self._settle(meeting, step, attempt)
@@ -195,8 +198,10 @@ class RecoverableState:
             rooms = {rank: card.room for rank, card in attempt.cards.items() if card.room is not None}
             versions.begin(step, self._names(), attempt.offers, rooms, self._writes_shard)
         meeting.barrier()
+        mine.before = None
         counters.note_restored(step + 1)
-        mine.only({plan.private(rank, where.world_size) for rank in range(where.world_size)})
+        if versions is None:
+            mine.only({plan.private(rank, where.world_size) for rank in range(where.world_size)})
         self._seed_step(step + 1)
         if where.rank == 0 and step >= 0:
             self._say(f"step {step + 1} is next: {self.why}")
@@ -263,7 +268,7 @@ class RecoverableState:
         made = {}
         for name in self._names():
             if name == mine.key:
-                made[name] = shard.of(self._shared)
+                made[name] = shard.of(self._shared, *mine.family)
             else:
                 kept = mine.common if name.startswith("common ") else mine.state(name)
                 made[name] = blob(name, kept.get(step) or b"")
