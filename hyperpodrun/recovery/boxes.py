@@ -58,8 +58,8 @@ def piece(whole: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], 
     return Box(tuple(start), tuple(shape))
 
 
-def of(tensor: Any, spread: Iterable[Any] | None = None, whole: Sequence[int] | None = None) -> Box | None:
-    """The box of this rank's piece of a tensor (a DTensor, or one that is whole everywhere).
+def of(tensor: Any, rank: int, spread: Iterable[Any] | None = None, whole: Sequence[int] | None = None) -> Box | None:
+    """The box of that rank's piece of a tensor (a DTensor, or one that is whole everywhere).
 
     `spread`, `whole`: for another tensor on the same mesh, its placements and its shape.
     """
@@ -67,12 +67,21 @@ def of(tensor: Any, spread: Iterable[Any] | None = None, whole: Sequence[int] | 
     if not hasattr(tensor, "placements"):
         return all_of(shape) if spread is None else None
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
+    coordinate = coordinate_of(mesh, rank)
     placements = list(tensor.placements if spread is None else spread)
     cuts = [_cut(kind, len(shape)) for kind in placements]
-    if coordinate is None or len(cuts) != len(mesh.shape) or "?" in cuts:
+    if not coordinate or len(cuts) != len(mesh.shape) or "?" in cuts:
         return None
     return piece(shape, tuple(mesh.shape), coordinate, cuts)  # type: ignore[arg-type]  # no "?" is left
+
+
+def coordinate_of(mesh: Any, rank: int) -> tuple[int, ...]:
+    """A rank's place in a mesh; (): it is not in it.
+
+    A mesh's own `get_coordinate` may be of the rank that this process was before a restart: torch keeps meshes that compare equal.
+    """
+    places = (mesh.mesh == rank).nonzero().tolist()
+    return tuple(places[0]) if places else ()
 
 
 def _cut(kind: Any, ndim: int) -> Cut | str | None:

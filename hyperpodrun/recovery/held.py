@@ -61,7 +61,7 @@ class Held:
         if earlier.before is not None:
             self.remembered(earlier.before)
         if earlier.whole:
-            self._given[earlier.key, earlier.step, "live"] = Given(lambda: shard.of(earlier.parts, *earlier.family), lineage)
+            self._given[earlier.key, earlier.step, "live"] = Given(lambda: shard.of(earlier.parts, earlier.kin), lineage)
         states = {f"common {earlier.key}": earlier.common, **earlier.private}
         for name, kept in sorted(states.items()):
             for step in kept.steps():

@@ -15,6 +15,7 @@ from typing import Any
 
 from hyperpodrun.recovery.parts import Part
 from hyperpodrun.recovery.plan import History
+from hyperpodrun.recovery.shard import NO_KIN
 from hyperpodrun.recovery.shm import HeapSlots
 
 KEPT = 2
@@ -56,8 +57,8 @@ class Kept:
 
 
 class Memory:
-    """Of one RecoverableState. `key` is the shard that the live parts are, `family` the one it is of (shard.Layout); `history` see
-    plan.py. `before`: what it was made of, while others may still need that (the shards of another world)."""
+    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py. `before`: what
+    it was made of, while others may still need that (the shards of another world)."""
 
     def __init__(self, key: str, parts: Sequence[Part]) -> None:
         self.key = key
@@ -65,7 +66,7 @@ class Memory:
         self.step = -1
         self.torn = False
         self.history: History = ()
-        self.family = ("", 0)
+        self.kin = NO_KIN
         self.before: Memory | None = None
         self.common = Kept()
         self.private: dict[str, Kept] = {}

@@ -44,11 +44,12 @@ class Part(Protocol):
     def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """Make the object that state; `tensors` may be kept. Raises RecoveryError when it does not fit."""
 
-    def spread(self) -> dict[str, tuple[tuple[int, ...], Box | None]]:
-        """Of each leaf that is a piece of a tensor: the whole's shape and which box of it (None: in doubt), by path."""
+    def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
+        """Of each leaf that is a piece of a tensor: the whole's shape and which box of it that rank has
+        (None: in doubt), by path."""
 
-    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes) -> list[codec.Leaf]:
-        """Leaves of another cut of the same state as they are to be here. Raises RecoveryError when they cannot be."""
+    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
+        """Leaves of another cut of the same state as they are to be on that rank. Raises RecoveryError when they cannot be."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,17 +83,17 @@ class ModelPart:
         for name, tensor in here.items():
             _put(f"{self.name}.{name}", tensor, there[name])
 
-    def spread(self) -> dict[str, tuple[tuple[int, ...], Box | None]]:
+    def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
         """See Part."""
-        return {name: (tuple(p.shape), boxes.of(p)) for name, p in self._model.named_parameters() if hasattr(p, "to_local")}
+        return {name: (tuple(p.shape), boxes.of(p, rank)) for name, p in self._model.named_parameters() if hasattr(p, "to_local")}
 
-    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes) -> list[codec.Leaf]:
+    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
         """See Part."""
         here = dict(self._model.named_parameters())
         lost = [leaf.path for leaf in leaves if leaf.path not in here]
         if lost:
             raise RecoveryError(f"{self.name}: other parameters than before the restart: {len(lost)} are gone ({lost[0]})")
-        return [_cut(f"{self.name}.{leaf.path}", leaf, here[leaf.path]) for leaf in leaves]
+        return [_cut(f"{self.name}.{leaf.path}", leaf, rank, here[leaf.path]) for leaf in leaves]
 
     def _here(self) -> dict[str, torch.Tensor]:
         return {name: local(parameter) for name, parameter in self._model.named_parameters()}
@@ -139,23 +140,23 @@ class OptimizerPart:
             parameter = parameters[place]
             self._optimizer.state[parameter] = {key: _spread(value, parameter) for key, value in values.items()}
 
-    def spread(self) -> dict[str, tuple[tuple[int, ...], Box | None]]:
+    def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
         """See Part."""
         return {
-            f"state.{place}.{key}.1": (tuple(value.shape), boxes.of(value))
+            f"state.{place}.{key}.1": (tuple(value.shape), boxes.of(value, rank))
             for place, parameter in enumerate(self.parameters())
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if hasattr(value, "to_local")
         }
 
-    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes) -> list[codec.Leaf]:
+    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
         """See Part."""
         parameters, made = self.parameters(), {leaf.path: leaf for leaf in leaves}
         for place, values in codec.decode(skeleton, leaves)["state"].items():
             for key, value in values.items():
                 if _is_spread(value) and place < len(parameters):
                     _, leaf, shape, _, spread = value
-                    made[leaf.path] = _cut(f"{self.name}.state.{place}.{key}", leaf, parameters[place], shape, spread)
+                    made[leaf.path] = _cut(f"{self.name}.state.{place}.{key}", leaf, rank, parameters[place], shape, spread)
         return list(made.values())
 
     def parameters(self) -> list[torch.Tensor]:
@@ -182,11 +183,11 @@ class PlainPart:
         """See Part. What the object's own load_state_dict raises is raised."""
         self._thing.load_state_dict(codec.decode(skeleton, [tensor.clone() for tensor in tensors]))
 
-    def spread(self) -> dict[str, tuple[tuple[int, ...], Box | None]]:
+    def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
         """See Part."""
         return {}
 
-    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes) -> list[codec.Leaf]:
+    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
         """See Part."""
         return list(leaves)
 
@@ -264,13 +265,14 @@ def _is_spread(value: Any) -> bool:
 def _cut(
     path: str,
     leaf: codec.Leaf,
+    rank: int,
     like: torch.Tensor,
     shape: Sequence[int] | None = None,
     spread: Sequence[int | None] | None = None,
 ) -> codec.Leaf:
     """The leaf as it is to be here, on the mesh of a parameter."""
     whole = leaf.whole or leaf.shape
-    box = boxes.of(like, None if spread is None else _placements(spread), shape)
+    box = boxes.of(like, rank, None if spread is None else _placements(spread), shape)
     if tuple(like.shape if shape is None else shape) != whole:
         raise RecoveryError(f"{path} is {tuple(like.shape)}, it was {whole} before the restart")
     if box is None:

@@ -363,7 +363,7 @@ def _why_not_anew(others: Mapping[str, int], holders: _Holders) -> str:
     for (shard, step), every in holders.items():
         for family in {held.family for _, held in every} & others.keys():
             counts[family, step].add(shard)
-    (family, step), shards = max(counts.items(), key=lambda item: (item[0][1], item[0]))
+    (family, step), shards = max(counts.items(), key=lambda item: (len(item[1]), item[0][1], item[0]))
     if len(shards) == others[family]:
         return (
             f"the shards of the earlier layout are held after step {step}, but not what else is needed (private or common states)"

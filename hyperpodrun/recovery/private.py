@@ -39,11 +39,11 @@ class _Values:
         """Not asked for."""
         raise NotImplementedError
 
-    def spread(self) -> dict[str, Any]:
+    def spread(self, rank: int) -> dict[str, Any]:
         """See Part."""
         return {}
 
-    def cut(self, leaves: Any, skeleton: bytes) -> Any:
+    def cut(self, leaves: Any, skeleton: bytes, rank: int) -> Any:
         """Not asked for."""
         raise NotImplementedError
 

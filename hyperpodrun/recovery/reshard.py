@@ -105,8 +105,8 @@ def _box(leaf: codec.Leaf) -> Box:
 class New:
     """This rank's new shard while it is put together. `template`: the layout of any member. Raises RecoveryError."""
 
-    def __init__(self, template: shard.Layout, parts: Sequence[Part]) -> None:
-        self._layout = wanted(template, parts)
+    def __init__(self, template: shard.Layout, parts: Sequence[Part], rank: int) -> None:
+        self._layout = wanted(template, parts, rank)
         _, self._tensors = shard.place(self._layout, parts)
         self._cover = Cover(self._layout)
 
@@ -180,15 +180,15 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def wanted(template: shard.Layout, parts: Sequence[Part]) -> shard.Layout:
-    """The layout that the state of which `template` is a shard is to have here. Raises RecoveryError."""
+def wanted(template: shard.Layout, parts: Sequence[Part], rank: int) -> shard.Layout:
+    """The layout that the state of which `template` is a shard is to have on that rank. Raises RecoveryError."""
     by_name = {part.name: part for part in parts}
     if by_name.keys() != {part.name for part in template.parts}:
         there = ", ".join(part.name for part in template.parts)
         raise RecoveryError(f"the state has the parts {there}, here are {', '.join(by_name)}")
     return shard.Layout(
         tuple(
-            shard.PartLayout(part.name, tuple(by_name[part.name].cut(part.leaves, part.skeleton)), part.skeleton)
+            shard.PartLayout(part.name, tuple(by_name[part.name].cut(part.leaves, part.skeleton, rank)), part.skeleton)
             for part in template.parts
         )
     )

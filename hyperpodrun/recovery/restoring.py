@@ -195,7 +195,7 @@ class Restoring:
                     return tried
                 if new is None:
                     self._touched, self._kinds = True, []
-                    new = reshard.New(layout, self._parts)
+                    new = reshard.New(layout, self._parts, rank)
                 for landing in new.landings(layout):
                     piece = msgspec.structs.replace(fetch, start=landing.start, stop=landing.stop)
                     if self._from_any(piece, made.step, bad, tried, partial(self._land, landing, peers)) is None:

@@ -9,6 +9,7 @@ Invariants: the row is the same wherever the layout is; only dense tensors are i
 import ctypes
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,6 +24,17 @@ class PartLayout(msgspec.Struct, frozen=True, array_like=True):
     name: str
     leaves: tuple[codec.Leaf, ...]
     skeleton: bytes
+
+
+class Kin(NamedTuple):
+    """What a rank's shard is one of: the `family` of that name with so many `members`, and which `rank` has it. See Layout."""
+
+    family: str = ""
+    members: int = 0
+    rank: int = 0
+
+
+NO_KIN = Kin()
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -74,12 +86,12 @@ class Shard:
         return pieces
 
 
-def of(parts: Sequence[Part], family: str = "", members: int = 0) -> Shard:
-    """The shard that these parts are now; `family`, `members`: see Layout. Raises CodecError."""
-    layouts, tensors = [], []
+def of(parts: Sequence[Part], kin: Kin = NO_KIN) -> Shard:
+    """The shard that these parts are now. Raises CodecError."""
+    layouts, tensors, family = [], [], kin.family
     for part in parts:
         found, skeleton = part.leaves()
-        spread = part.spread()
+        spread = part.spread(kin.rank)
         for path, tensor in found:
             _, box = spread.get(path, ((), boxes.all_of(tensor.shape)))
             if box is None or box.shape != tuple(tensor.shape):
@@ -87,7 +99,7 @@ def of(parts: Sequence[Part], family: str = "", members: int = 0) -> Shard:
         leaves = [_leaf(path, tensor, *spread.get(path, ((), None))) for path, tensor in found]
         layouts.append(PartLayout(part.name, tuple(leaves), skeleton))
         tensors += [codec.dense(tensor) for _, tensor in found]
-    return Shard(Layout(tuple(layouts), family, members if family else 0), tensors)
+    return Shard(Layout(tuple(layouts), family, kin.members if family else 0), tensors)
 
 
 def _leaf(path: str, tensor: torch.Tensor, whole: tuple[int, ...], box: boxes.Box | None) -> codec.Leaf:

@@ -47,7 +47,7 @@ def test_a_piece_is_where_torch_cuts_it(whole: tuple[int, ...], shape: tuple[int
         mesh = mesh_of(shape, rank)
         placements = spread[: len(shape)]
         size, start = compute_local_shape_and_global_offset(whole, mesh, placements)
-        box = boxes.of(placed(torch.zeros(whole), mesh, placements))
+        box = boxes.of(placed(torch.zeros(whole), mesh, placements), rank)
         assert box is not None and box.shape == tuple(size)
         assert not box.elements or box.start == tuple(start)
 
@@ -57,8 +57,8 @@ def test_a_strided_piece_is_where_torch_cuts_it() -> None:
     for rank in range(6):
         mesh, placements = mesh_of((3, 2), rank), [_StridedShard(0, split_factor=2), Shard(0)]
         size, start = compute_local_shape_and_global_offset((12, 5), mesh, placements)
-        assert boxes.of(mesh_tensor(mesh, placements, (12, 5))) == Box(tuple(start), tuple(size))
-        assert boxes.of(mesh_tensor(mesh, [_StridedShard(0, split_factor=3), Shard(0)], (12, 5))) is None
+        assert boxes.of(mesh_tensor(mesh, placements, (12, 5)), rank) == Box(tuple(start), tuple(size))
+        assert boxes.of(mesh_tensor(mesh, [_StridedShard(0, split_factor=3), Shard(0)], (12, 5)), rank) is None
 
 
 class mesh_tensor:
@@ -122,19 +122,24 @@ def test_any_cut_of_any_state_becomes_any_other(chance: random.Random, old: tupl
 
     before, after = cut(old), cut(new)
     ranks, count = range(prod(old)), prod(new)
-    shards = {f"shard {rank} of many": shard.of(parts_of(tensors, state, old, rank, before), "f", len(ranks)) for rank in ranks}
+    shards = {
+        f"shard {rank} of many": shard.of(parts_of(tensors, state, old, rank, before), shard.Kin("f", len(ranks), rank))
+        for rank in ranks
+    }
     zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     for rank in range(count):
         here = parts_of(zeros, None, new, rank, after)
         fill(here, shards, rank, count)
-        assert shard.pack(shard.of(here)) == shard.pack(shard.of(parts_of(tensors, state, new, rank, after)))
+        kin = shard.Kin("f", count, rank)
+        assert shard.pack(shard.of(here, kin)) == shard.pack(shard.of(parts_of(tensors, state, new, rank, after), kin))
 
 
 def fill(here: list[Part], shards: dict[str, shard.Shard], rank: int = 0, count: int = 1) -> int:
     """As `restore` does it; how many members were asked."""
-    made = None
-    for asked, name in enumerate(reshard.nearest_first(list(shards), rank, count), 1):
-        made = made or reshard.New(shards[name].layout, here)
+    made, asked = None, 0
+    for name in reshard.nearest_first(list(shards), rank, count):
+        asked += 1
+        made = made or reshard.New(shards[name].layout, here, rank)
         for landing in made.landings(shards[name].layout):
             landing.fill(shards[name].range(landing.start, landing.stop))
             landing.land()
@@ -148,10 +153,12 @@ def fill(here: list[Part], shards: dict[str, shard.Shard], rank: int = 0, count:
 def test_only_the_members_that_are_met_are_asked_and_runs_go_together() -> None:
     tensors = {name: torch.arange(240.0).reshape(24, 10) for name in "ab"}
     spread = {name: [Shard(0)] for name in "ab"}
-    shards = {f"shard {rank}": shard.of(parts_of(tensors, tensors, (12,), rank, spread)) for rank in range(12)}
+    shards = {
+        f"shard {rank}": shard.of(parts_of(tensors, tensors, (12,), rank, spread), shard.Kin("f", 3, rank)) for rank in range(12)
+    }
     assert [fill(parts_of(tensors, None, (4,), rank, spread), shards, rank, 4) for rank in range(4)] == [3] * 4
     here = parts_of(tensors, None, (4,), 1, spread)
-    made = reshard.New(shards["shard 4"].layout, here)
+    made = reshard.New(shards["shard 4"].layout, here, 1)
     assert len(made.landings(shards["shard 4"].layout)) == 1
 
 
@@ -164,14 +171,17 @@ def test_what_does_not_cover_is_not_installed() -> None:
 
 def test_members_of_two_states_are_refused() -> None:
     tensors, spread = {"a": torch.arange(12.0)}, {"a": [Shard(0)]}
-    shards = {str(rank): shard.of(parts_of(tensors, tensors if rank else None, (3,), rank, spread)) for rank in range(3)}
+    shards = {
+        str(rank): shard.of(parts_of(tensors, tensors if rank else None, (3,), rank, spread), shard.Kin("f", 3, rank))
+        for rank in range(3)
+    }
     with pytest.raises(plan.Contradiction, match="values of optimizer"):
         fill(parts_of(tensors, None, (1,), 0, spread), shards)
 
 
 def test_another_model_is_refused() -> None:
     tensors, spread = {"a": torch.arange(12.0)}, {"a": [Shard(0)]}
-    shards = {str(rank): shard.of(parts_of(tensors, tensors, (3,), rank, spread)) for rank in range(3)}
+    shards = {str(rank): shard.of(parts_of(tensors, tensors, (3,), rank, spread), shard.Kin("f", 3, rank)) for rank in range(3)}
     with pytest.raises(RecoveryError, match=r"model\.a is \(13,\), it was \(12,\)"):
         fill(parts_of({"a": torch.arange(13.0)}, None, (1,), 0, spread), shards)
     with pytest.raises(RecoveryError, match="other parameters"):
