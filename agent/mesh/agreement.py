@@ -61,7 +61,7 @@ class Council(Protocol):
     def is_quorum(self, nodes: Collection[str], spent: Collection[str]) -> bool:
         """Whether these voters may decide; those in `spent` may not use the tiebreak."""
 
-    def electorate(self) -> tuple[str, ...]:
+    def electorate(self) -> Collection[str]:
         """Everyone to be asked."""
 
     def awaited(self, answered: Collection[str]) -> bool:
@@ -236,12 +236,14 @@ class Agreement:
             self.phase = "idle"
             self.decision = decided
             return []
+        if self._waits(now):  # in a large job that is what most promises come to: no vote is counted
+            return []
         if not self._council.is_quorum(self.promises, self._spent()):
             return []
         if self._quorum_ns is None:
             self._quorum_ns = now
-        if self._council.awaited(self.promises) and now < self._quorum_ns + self._config.roll_ns:
-            return []
+            if self._waits(now):
+                return []
         reported = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]
         if reported:
             value: View | None = max(reported, key=lambda accepted: accepted.ballot).view
@@ -251,6 +253,11 @@ class Agreement:
             self._rest(now)
             return []
         return self._ask(now, value)
+
+    def _waits(self, now: int) -> bool:
+        """There was a quorum, and the time for the rest is not over."""
+        waits = self._quorum_ns is not None and now < self._quorum_ns + self._config.roll_ns
+        return waits and self._council.awaited(self.promises)
 
     def _decided_already(self) -> View | None:
         """A value that a quorum is now known to have accepted under one ballot is decided, even if whoever counted it is

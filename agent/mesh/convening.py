@@ -96,7 +96,8 @@ def order_of_trust(agent: Node) -> tuple[str, ...]:
 def awaited(agent: Node, answered: Collection[str]) -> bool:
     """Somebody who should answer has not."""
     lost = agent.alerts.beyond_doubt()
-    if any(node not in answered and node not in lost for node in agent.electorate()):
+    asked = agent.electorate()
+    if len(answered) + len(lost) < len(asked) or any(node not in answered and node not in lost for node in asked):
         return True
     return any(j.source not in agent.acked for j in agent.reports.joiners(agent.proposed_ns, barred(agent)))
 

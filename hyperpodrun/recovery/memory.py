@@ -13,6 +13,7 @@ Invariants: `step` only grows while the marks are of one run of the function; a 
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+from hyperpodrun.inprocess import parting
 from hyperpodrun.recovery.parts import Part
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import NO_KIN
@@ -57,8 +58,10 @@ class Kept:
 
 
 class Memory:
-    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py. `before`: what
-    it was made of, while others may still need that (the shards of another world)."""
+    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py. `stop` ends the
+    writing of versions, `part` writes what is newer than they are. `before`: what it was made of, while others may still need that
+    (the shards of another world).
+    """
 
     def __init__(self, key: str, parts: Sequence[Part]) -> None:
         self.key = key
@@ -72,6 +75,7 @@ class Memory:
         self.private: dict[str, Kept] = {}
         self.heap: dict[str, HeapSlots] = {}
         self.stop: Callable[[], None] = _nothing
+        self.part: Callable[[], None] = _nothing
 
     @property
     def whole(self) -> bool:
@@ -115,6 +119,7 @@ def of(name: str) -> Memory | None:
 def remember(name: str, memory: Memory) -> None:
     """From now on this is what the process remembers; the one before may go."""
     _remembered[name] = memory
+    parting.at_parting(f"the state {name!r}", memory.part)
 
 
 def forget(name: str) -> Any:

@@ -95,6 +95,16 @@ class ModelPart:
             raise RecoveryError(f"{self.name}: other parameters than before the restart: {len(lost)} are gone ({lost[0]})")
         return [_cut(f"{self.name}.{leaf.path}", leaf, rank, here[leaf.path]) for leaf in leaves]
 
+    def adopt(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
+        """`install` with the tensors of a module that is given up: their memory becomes this one's where that can be."""
+        there = codec.decode(skeleton, tensors)
+        adopted: set[int] = set()
+        for name, parameter in self._model.named_parameters():
+            tensor = there.get(name)
+            if tensor is not None and tensor.data_ptr() not in adopted and _adopt(parameter, tensor):
+                adopted.add(tensor.data_ptr())
+        self.install(tensors, skeleton)
+
     def _here(self) -> dict[str, torch.Tensor]:
         return {name: local(parameter) for name, parameter in self._model.named_parameters()}
 
@@ -192,6 +202,16 @@ class PlainPart:
         return list(leaves)
 
 
+def hand_over(old: Part, new: Part) -> None:
+    """Give an object what one of this process holds that is given up. Raises as `install` does."""
+    found, skeleton = old.leaves()
+    tensors = [tensor for _, tensor in found]
+    if isinstance(new, ModelPart):
+        new.adopt(tensors, skeleton)
+    else:
+        new.install(tensors, skeleton)
+
+
 def expected_bytes(parts: Sequence[Part]) -> int:
     """What their tensors will take once the optimizers have made their state: two values a parameter is assumed before that."""
     size = 0
@@ -230,6 +250,31 @@ def _put(path: str, here: torch.Tensor, there: torch.Tensor) -> None:
         )
     if here.data_ptr() != there.data_ptr() or here.stride() != there.stride() or here.device != there.device:
         here.copy_(there)
+
+
+def _adopt(parameter: torch.Tensor, there: torch.Tensor) -> bool:
+    """Let a parameter have the memory of an earlier one, if nobody can see the difference.
+
+    On the CPU only: elsewhere a captured graph may know the address. Views of either memory, which would not follow, must not be.
+    """
+    alike = (parameter.shape, parameter.dtype, parameter.stride()) == (there.shape, there.dtype, there.stride())
+    plain = type(parameter) is torch.nn.Parameter and parameter.device.type == there.device.type == "cpu"
+    if not (alike and plain and there.numel() and _fills(parameter) and _fills(there) and _alone(parameter)):
+        return False
+    parameter.data = there
+    return True
+
+
+def _fills(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.numel() * tensor.element_size() and not storage.is_shared()
+
+
+def _alone(tensor: torch.Tensor) -> bool:
+    """Is it the only one that has its memory? False where this torch cannot say."""
+    uses = getattr(torch._C, "_storage_Use_Count", None)
+    one = torch.empty(1)
+    return uses is not None and uses(tensor.untyped_storage()._cdata) == uses(one.untyped_storage()._cdata)
 
 
 def _over(here: Any, there: Any) -> Any:

@@ -7,8 +7,10 @@ Invariants: the row is the same wherever the layout is; only dense tensors are i
 """
 
 import ctypes
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -79,11 +81,21 @@ class Shard:
     def range(self, start: int, stop: int) -> list[torch.Tensor]:
         """The bytes from `start` to `stop`, as flat uint8 tensors over the memory itself."""
         pieces = []
-        for offset, tensor in zip(self._offsets, self.tensors, strict=False):
+        place = max(0, bisect_right(self._offsets, start) - 1)
+        while place < len(self.tensors) and self._offsets[place] < stop:
+            offset, tensor = self._offsets[place], self.tensors[place]
             first, last = max(start, offset) - offset, min(stop, offset + tensor.numel()) - offset
             if first < last:
                 pieces.append(tensor[first:last])
+            place += 1
         return pieces
+
+    def cuts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """That range where tensors end: the same wherever the layout is."""
+        place = max(0, bisect_right(self._offsets, start) - 1)
+        ends = self._offsets[place : bisect_left(self._offsets, stop) + 1]
+        clipped = [(max(start, first), min(stop, last)) for first, last in pairwise(ends)]
+        return [(first, last) for first, last in clipped if first < last]
 
 
 def of(parts: Sequence[Part], kin: Kin = NO_KIN) -> Shard:

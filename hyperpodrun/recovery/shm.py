@@ -33,7 +33,8 @@ _HEAD = struct.Struct("<8sqQQQQ16s")
 _MAGIC_WHOLE, _MAGIC_TORN = b"HPRstat2", b"HPR-torn"
 _PAGE_BYTES = 4096
 _COPY_BYTES = 4 << 20
-_SUFFIXES = (".0", ".1")
+VERSIONS, PARTING = (".0", ".1"), (".2", ".3", ".4")
+"""Ends of the names of a shard's files: its versions, and what processes that were replaced have left (parting.py)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -80,28 +81,29 @@ class Version:
 class Slots:
     """The two files of one shard. `folder` is made when the first version is written."""
 
-    def __init__(self, folder: str, shard: str) -> None:
+    def __init__(self, folder: str, shard: str, suffixes: tuple[str, ...] = VERSIONS) -> None:
         self._folder = folder
         self._shard = shard
         name = blake2b(shard.encode(), digest_size=10).hexdigest()
-        self._paths = [os.path.join(folder, name + suffix) for suffix in _SUFFIXES]
+        self._paths = [os.path.join(folder, name + suffix) for suffix in suffixes]
         self._maps: dict[str, memoryview] = {}
         self._open: tuple[memoryview, int, _Meta, int] | None = None
 
-    def write(self, step: int, shard: Shard, history: History = ()) -> None:
-        """Write a version over the older one. Raises NoRoom, OSError."""
-        row = self.reserve(step, shard.layout, history)
+    def write(self, step: int, shard: Shard, history: History = (), keep: int | None = None) -> None:
+        """Write a version over the oldest one, but not over that of the step `keep`. Raises NoRoom, OSError."""
+        row = self.reserve(step, shard.layout, history, keep)
         for into, out in zip(row.tensors, shard.tensors, strict=True):
             into.copy_(out)
         self.commit()
 
-    def reserve(self, step: int, layout: Layout, history: History = ()) -> Shard:
-        """Begin a version over the older one: the shard to be filled. Raises NoRoom, OSError."""
+    def reserve(self, step: int, layout: Layout, history: History = (), keep: int | None = None) -> Shard:
+        """Begin a version over the oldest one: the shard to be filled. Raises NoRoom, OSError."""
         meta = _Meta(self._shard, layout, history)
         size = len(msgspec.msgpack.encode(meta))
         start = _aligned(_HEAD.size + size)
         steps = [self._step(path) for path in self._paths]
-        path = self._paths[steps.index(min(steps))] if step not in steps else self._paths[steps.index(step)]
+        over = step if step in steps else min(at for at in steps if at != keep)
+        path = self._paths[steps.index(over)]
         where = self._map(path, start + layout.nbytes)
         where[: _HEAD.size] = _HEAD.pack(_MAGIC_TORN, step, 0, 0, 0, 0, bytes(16))
         self._open = where, step, meta, start
@@ -234,7 +236,7 @@ def scan(folder: str) -> list[Version]:
         names = sorted(os.listdir(folder))
     except OSError:
         return []
-    found = [read(os.path.join(folder, name)) for name in names if name.endswith(_SUFFIXES)]
+    found = [read(os.path.join(folder, name)) for name in names if name.endswith(VERSIONS + PARTING)]
     return [version for version in found if version is not None]
 
 

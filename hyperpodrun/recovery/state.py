@@ -110,6 +110,8 @@ class RecoverableState:
         """Where the state came from: "own", "peer", "copy", "shm", "tiered" or "fresh"."""
         self.why = ""
         """The last restore in a sentence."""
+        self.took_s: dict[str, float] = {}
+        """Its seconds on this rank, by phase: "offers", "fetch" (from others), "wait" (for others), "take over" (what is here)."""
 
     # --- a restart
 
@@ -135,10 +137,11 @@ class RecoverableState:
         if self._copies >= 2:
             token = meeting.from_first("versions", os.urandom(TOKEN_BYTES))
             self._versions = Versions(where, mine, self._copies, token, self._say)
+            mine.part = self._versions.part
         mine.stop = self._close
         attempt = self._attempt(where, meeting, earlier)
         found = attempt.restore(None if self._versions is None else self._room)
-        self.why = found.why
+        self.why, self.took_s = found.why, attempt.took_s
         if isinstance(found, Nothing):
             step = -1
         else:
@@ -180,7 +183,7 @@ class RecoverableState:
         histories = [version.history for version in found] + ([earlier.history] if earlier is not None else [])
         history = max(histories, key=lambda history: (len(history), history), default=())
         world = 0 if self._private.empty else where.world_size
-        return Restoring(where, meeting, needs, world, self._shared, earlier, held, history)
+        return Restoring(where, meeting, needs, world, self._shared, earlier, held, history, self._say)
 
     def _key(self, where: Where) -> str:
         return keys.shard_key(self._models, ranks_of(self._group, where.world_size), where.rank, where.world_size)
@@ -292,6 +295,8 @@ class RecoverableState:
                     mine.state(plan.private(rank, where.world_size)).put(step, state)
         if not self._private.empty:
             mine.state(plan.private(where.rank, where.world_size)).put(step, text)
+        if self._versions is not None:
+            self._versions.agreed(waits)
         self._every, self._waits = every, waits
 
     def _committed(self, step: int) -> None:

@@ -12,6 +12,7 @@ States: *idle*, *copying* (the state must not change), *flushing*.
 Invariants: no file of a step is changed once it is there; the newest whole step is never removed.
 """
 
+import math
 import os
 import shutil
 import threading
@@ -20,6 +21,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from itertools import count
 
+from hyperpodrun import ending
 from hyperpodrun.recovery import shm
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Shard
@@ -72,8 +74,7 @@ class Tiered:
         """Store this rank's part of it, in a thread; `settle` before anything changes."""
         self.close()
         self._copied.clear()
-        self._thread = threading.Thread(target=self._store, args=(step, shards), name="hyperpodrun-tiered")
-        self._thread.start()
+        self._thread = ending.thread(self._store, step, shards, name="tiered", stop=ending.by_itself, limit_s=math.inf)
 
     def settle(self) -> None:
         """Until the state may change again."""

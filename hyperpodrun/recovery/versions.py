@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import placement, plan, shm
+from hyperpodrun.recovery import parting, placement, plan, shm
 from hyperpodrun.recovery.copies import Copies
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.nodestate import NodeState
@@ -48,7 +48,12 @@ class Versions:
         self._copies = Copies(token, self._node.version, self._slots_of, say)
         self._roomy = True
         self._in_use: set[str] = set()
-        self._made = 0
+        self._count = 0
+        self._made: int | None = None
+        """The step of the newest version."""
+        self._whole: int | None = None
+        """The newest one that is known to be there on all nodes, and on those that keep copies."""
+        self._left = True  # something of earlier processes may be there still
 
     def room(self, host: str, expected: int) -> Room:
         """What the others have to know."""
@@ -97,6 +102,24 @@ class Versions:
             owners = ", ".join(str(place.owner) for place in places if place.buddy == self._where.rank)
             self._say(f"rank {self._where.rank} keeps copies of the shards of rank {owners}: about {_mib(kept)}")
 
+    def agreed(self, waits: bool) -> None:
+        """All ranks are about to update: whatever was begun before is written; `waits`: some copies are still on their way."""
+        if not waits:
+            self._whole = self._made
+            if self._whole is not None and self._left:
+                self._left = False
+                parting.forget(self.folder)
+
+    def part(self) -> None:
+        """Other processes take over: write what is newer than the versions."""
+        self._node.settle()
+        if not self._roomy:
+            return
+        try:
+            parting.write(self.folder, self._mine, self._made if self._whole == self._made else None)
+        except OSError as error:
+            self._say(f"the steps since {self._made} will be repeated, they could not be saved: {error.strerror or error}")
+
     def agree(self) -> tuple[int, bool]:
         """What this rank says before an update: its k, and whether it still waits for a version."""
         return self.pace.every(), self._copies.waits
@@ -111,10 +134,11 @@ class Versions:
         if not self.pace.due(step, every, waits):
             return
         self.pace.cost(self._node.cost_s + self._copies.cost_s)
-        self._made += 1
-        if self._made == 2:
+        self._count += 1
+        if self._count == 2:
             self._node.only(self._in_use)
             self._mine.only({plan.private(rank, self._where.world_size) for rank in range(self._where.world_size)})
+        self._made = step
         self._mine.pin(step)
         self._node.write(step, {} if self._node.off else made(), self.pace.step_s)
         self._copies.fetch(step)
