@@ -8,6 +8,7 @@ join gloo's threads, and that takes tens of milliseconds and is nobody's busines
 Source: torch/distributed/distributed_c10d.py (2.4 to 2.13), `_abort_process_group`, `destroy_process_group`.
 """
 
+import importlib
 import inspect
 import os
 import sys
@@ -54,8 +55,24 @@ def forget(timeout_s: float) -> None:
             held.clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0
+    forget_meshes()
     _unhook()
     _let_go(kept, timeout_s)
+
+
+def forget_meshes() -> None:
+    """DTensors are made anew too.
+
+    What torch has worked out for an operation it keeps with the mesh that it saw first, and takes meshes of the same ranks for equal:
+    a process that is another rank now would be given results that lie where the old rank was.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        if hasattr(debug, name):
+            getattr(debug, name)()
+            return
 
 
 def _unhook() -> None:

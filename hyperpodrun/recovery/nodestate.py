@@ -90,6 +90,14 @@ class NodeState:
         else:
             self._thread = ending.thread(self._write, step, shards, name="version", stop=ending.by_itself, limit_s=math.inf)
 
+    def only(self, names: Collection[str]) -> None:
+        """Versions of other shards are not needed any more (they are another world's)."""
+        for found in shm.scan(self._folder):
+            if found.name not in names:
+                found.discard()
+        for name in [name for name in self._heap if name not in names]:
+            del self._heap[name]
+
     def version(self, name: str, step: int, timeout_s: float) -> Shard | None:
         """That version, once it is written."""
         with self._done:
