@@ -85,6 +85,7 @@ def restores(nbytes, rounds):
             state.restore()
             if life and lost == RANK:
                 took["restore"].append(time.perf_counter() - began)
+                print(f"phases: {state.took_s}", file=sys.stderr, flush=True)
                 assert state.restored_from == "peer", state.why
             if not life:
                 with state.update(turn):
