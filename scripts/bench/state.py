@@ -257,7 +257,7 @@ def marks(count):
     return found
 
 
-def steps(turns, count):
+def steps(turns, count, width):
     """A training step of states without replicas, with copies=2 against copies=1."""
     import torch
     import torch.distributed as dist
@@ -268,11 +268,11 @@ def steps(turns, count):
     for turn in range(turns):
         copies = 1 + turn % 2
         group(200 + turn)
-        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
         optimizer = torch.optim.AdamW(model.parameters())
         state = RecoverableState(model=model, optimizer=optimizer, rng="counter", copies=copies, replica_group=[RANK])
         state.restore()
-        x = torch.randn(64, 1024)
+        x = torch.randn(64, width)
         for step in range(20 + count):
             if step == 20:
                 began, used = time.perf_counter(), time.process_time()
@@ -363,7 +363,7 @@ def main():
         show(f"restore {size:g} GiB, {ranks} ranks", found | ratios)
     if not options.restore_only:
         show("update, 2 ranks", job(2, "marks", 120 if options.quick else 600))
-        show("step, 2 ranks", job(2, "steps", *((2, 20) if options.quick else (4, 60))))
+        show("step, 2 ranks", job(2, "steps", *((2, 20, 128) if options.quick else (4, 60, 1024))))
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
 
