@@ -22,6 +22,7 @@ from hyperpodrun.agent.keeper import FORWARDED, STOP_SIGNALS, KeeperLink
 from hyperpodrun.agent.policy import cluster
 from hyperpodrun.agent.policy import job as policy
 from hyperpodrun.agent.policy.budget import Total, Window
+from hyperpodrun.agent.policy.escalation import story
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.status import Status, StatusFiles, WorkerStatus
@@ -144,15 +145,16 @@ class Agent:
             self.store = WorldStore(
                 self.reactor, config, self.output.say, self.send_to_node, facts_path, warn=not self.link.deaths
             )
-            if config.mesh is not None and over is None:
-                self.join_mesh()
+            if over is None:
+                self.starter.prepare()  # torch is what takes longest: its import goes on while this process imports zmq
+                if config.mesh is not None:
+                    self.join_mesh()
         except (OSError, ValueError) as error:
             self.output.say(f"{reason_of(error)}; the job was not started")
             return exit_codes.CONFIG
         for note in config.notes if not self.link.deaths else ():
             self.output.say(note)
         if over is None:
-            self.starter.prepare()
             self.open_link()
             self.reactor.call_later(OLD_STATE_S, lambda: node_state.remove_old(config.job_id, self.node, self.output.say))
             self.advance(policy.Begin(reborn=self.link.deaths > 0))
@@ -208,10 +210,10 @@ class Agent:
                     self.scripts.stop(kill)
                 case policy.RunAttempt(restart_count, in_place):
                     self.run_attempt(restart_count, in_place)
-                case policy.StopAttempt(kill):
+                case policy.StopAttempt(kill, part):
                     if not kill:
                         self.reactor.call_later(TELL_GRACE_S, partial(self.tell_grace, self.attempt.world))
-                    self.attempt.stop(kill)
+                    self.attempt.stop(kill, part)
                 case policy.Restarting() | policy.GivingUp():
                     self.desk.tell_next(effect, self.attempt.kept)
                 case policy.End(code):
@@ -432,6 +434,8 @@ class Agent:
         """Renew the state files."""
         config, world = self.config, self.attempt.world
         first = world.first_rank if world else 0
+        view = self.mesh.view if self.mesh else None
+        faults = self.job.history if isinstance(self.job, policy.Job) else view.faults if view else ()
         self.status_files.write(
             Status(
                 job_id=config.job_id,
@@ -450,5 +454,6 @@ class Agent:
                 command=[config.program.target, *config.program.args],
                 exit_code=self.code if self.job.state in (policy.State.ENDED, cluster.State.ENDED) else None,
                 mesh=self.mesh.status() if self.mesh else None,
+                faults=list(story(faults)),
             )
         )

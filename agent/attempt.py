@@ -9,6 +9,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
@@ -19,7 +20,7 @@ from hyperpodrun.agent.remains import Remains
 from hyperpodrun.agent.wire import exit_codes, link, names
 from hyperpodrun.agent.wire.launch import Worker
 from hyperpodrun.agent.worker_links import WorkerLinks
-from hyperpodrun.agent.workers import environment, group, recall
+from hyperpodrun.agent.workers import environment, group, recall, stacks
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import Place
@@ -95,6 +96,7 @@ class AttemptRunner:
         self._reason = ""
         self._store: tuple[str, int] | None = None
         self._tick: Timer | None = None
+        self._asked_to_dump: dict[int, int] = {}
         self._draining: set[int] = set()
         self._swept: tuple[str, ...] | None = None
         self._streams: list[tuple[int, int]] = []
@@ -142,9 +144,9 @@ class AttemptRunner:
         """How many processes wait at the barrier."""
         return len(self._group.recall.parked) if self._group.state is group.State.BACK else 0
 
-    def stop(self, kill: bool) -> None:
-        """End the attempt, with the grace or at once."""
-        self._feed(group.Stop(kill))
+    def stop(self, kill: bool, part: bool = False) -> None:
+        """End the attempt, with the grace or at once. `part`: other processes take over what these hold."""
+        self._feed(group.Stop(kill, part))
 
     def others_done(self) -> None:
         """Another node's ranks have all ended well: those here have --exit-skew-timeout left."""
@@ -194,10 +196,14 @@ class AttemptRunner:
             case group.CancelStart():
                 self._starter.cancel()
                 self._close_streams()
+            case group.Part(local_ranks):
+                self._enough_waiting()
+                for local_rank in local_ranks:
+                    self.links.send(local_rank, link.Part())
             case group.Ask(local_ranks):
                 self._ask(local_ranks)
             case recall.DumpStacks(local_ranks, why):
-                self._desk.dump_stacks({r: pid for r in local_ranks if (pid := self._group.alive.get(r))}, why)
+                self._dump_stacks({r: pid for r in local_ranks if (pid := self._group.alive.get(r))}, why)
             case group.Kill():
                 self._sweeper.kill_now()
             case group.FirstFailure(end):
@@ -245,6 +251,20 @@ class AttemptRunner:
                 if self._failed_at_s is not None:
                     self._desk.back_after(self._reactor.now_s() - self._failed_at_s)
                     self._failed_at_s = None
+
+    def _dump_stacks(self, pids: dict[int, int], why: str) -> None:
+        self._desk.tell_dump(pids, why)
+        for local_rank, pid in sorted(pids.items()):
+            if self.links.send(local_rank, link.Dump()):
+                self._asked_to_dump[local_rank] = pid
+                self._reactor.call_later(stacks.ANSWER_S, partial(self._dump_from_outside, local_rank, pid))
+            else:
+                self._desk.dump_from_outside(local_rank, pid)
+
+    def _dump_from_outside(self, local_rank: int, pid: int) -> None:
+        """Whoever has said anything since lives, and prints its stacks itself."""
+        if self._asked_to_dump.get(local_rank) == pid == self._group.alive.get(local_rank):
+            self._desk.dump_from_outside(local_rank, pid)
 
     def _first_failure(self, end: group.End) -> None:
         self._failed_at_s = end.at_s
@@ -377,6 +397,7 @@ class AttemptRunner:
         self._feed(group.SweptAlone((local_rank,)))
 
     def _said(self, local_rank: int, message: link.FromWorker) -> None:
+        self._asked_to_dump.pop(local_rank, None)
         self._hangs.heard(local_rank, message, self._reactor.now_s())
         if isinstance(message, link.Returned):
             self._hangs.gone(local_rank)

@@ -120,18 +120,21 @@ class FailureDesk:
             self._output.say(f"rank {ranks} lost its peer and left its function; {kept} processes wait at the restart barrier")
         self._tell(f"{kept} processes wait at the restart barrier" if kept else "the nodes decide what follows")
 
-    def dump_stacks(self, pids: dict[int, int], why: str) -> None:
-        """Print where these ranks (local rank -> pid) are."""
+    def tell_dump(self, pids: dict[int, int], why: str) -> None:
+        """Say whose stacks (local rank -> pid) will be printed, and what the kernel says of them."""
         named = ", ".join(f"rank {self._first_rank + local_rank} (pid {pid})" for local_rank, pid in sorted(pids.items()))
         self._output.say(f"{named}: {why}; stacks follow")
         for local_rank, pid in sorted(pids.items()):
-            plan = stacks.plan(pid, os.environ)
-            if plan.facts:
-                self._output.say(f"rank {self._first_rank + local_rank}, as the kernel sees it:\n{plan.facts}")
-            if plan.signal is not None:
-                os.kill(pid, plan.signal)  # not reaped yet, so still this worker
-            elif plan.command:
-                self._run_dumper(local_rank, plan)
+            if facts := stacks.kernel_facts(pid):
+                self._output.say(f"rank {self._first_rank + local_rank}, as the kernel sees it:\n{facts}")
+
+    def dump_from_outside(self, local_rank: int, pid: int) -> None:
+        """Print the stacks of a rank that does not do so when it is asked."""
+        plan = stacks.plan(pid, os.environ)
+        if plan.signal is not None:
+            os.kill(pid, plan.signal)  # not reaped yet, so still this worker
+        elif plan.command:
+            self._run_dumper(local_rank, plan)
 
     def _run_dumper(self, local_rank: int, plan: stacks.DumpPlan) -> None:
         name = f"stacks of rank {self._first_rank + local_rank}"

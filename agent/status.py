@@ -38,7 +38,7 @@ class MeshStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """`state` is a state of policy/job.py; `started_at` is in Unix seconds; `pid` is the keeper's.
 
-    `mesh`: None in a job of one node.
+    `mesh`: None in a job of one node. `faults`: those remembered and what was done, a sentence each, the oldest first.
     """
 
     job_id: str
@@ -55,6 +55,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     command: list[str]
     exit_code: int | None = None
     mesh: MeshStatus | None = None
+    faults: list[str] = []
 
 
 class StatusFiles:

@@ -42,10 +42,13 @@ class WorkerLinks:
         """For the workers (`names.LINK`); "": nobody listens."""
         return self._door.address if self._door is not None else ""
 
-    def send(self, local_rank: int, message: link.ToWorker) -> None:
-        """To this rank; one without a connection hears nothing."""
-        if connection := self._speakers.get(local_rank):
-            connection.send(message)
+    def send(self, local_rank: int, message: link.ToWorker) -> bool:
+        """To this rank. False: it has no connection, and hears nothing."""
+        connection = self._speakers.get(local_rank)
+        if connection is None:
+            return False
+        connection.send(message)
+        return True
 
     def ended(self, pid: int) -> None:
         """A worker's process was reaped."""

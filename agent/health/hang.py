@@ -11,6 +11,10 @@ when one is still for the timeout, the culprit is looked for among all, best evi
    begun it, who hangs before it has not;
 4. else no one in particular: all still ranks.
 
+What a rank says is as old as its last beat, so the judgement waits for a further one of each rank inside, at most BEAT_S; ranks
+that are still send one as soon as the timeout is over. Progress is noticed a little late, by one rank later than by another:
+`_grace_s` is for that.
+
 As long as some rank of the world, here or elsewhere, has not come to its function, waiting for it is no hang: new processes have to
 import first. Until `assembled` the limit is START_TIMES the timeout, at least START_S.
 
@@ -45,12 +49,13 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class _Rank:
-    __slots__ = ("beaten", "count", "entered", "heard_s", "moved_s")
+    __slots__ = ("beat_s", "beaten", "count", "entered", "heard_s", "moved_s")
 
     def __init__(self, now_s: float) -> None:
         self.entered = False
         self.beaten = False
         self.heard_s = now_s
+        self.beat_s = now_s
         self.moved_s = now_s
         self.count = (0, 0)
 
@@ -61,6 +66,7 @@ class HangWatch:
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
         self.silent_s = max(timeout_s or 0.0, SILENT_BEATS * link.BEAT_S)
+        self._grace_s = 2 * link.count_every_s(timeout_s or 0.0)
         self._ranks: dict[int, _Rank] = {}
         self._watching = False
         self._due_s: float | None = None
@@ -124,6 +130,7 @@ class HangWatch:
                 self._steps = max(self._steps, message.steps)
             if message.still_s is not None and rank.entered:
                 rank.beaten = True
+                rank.beat_s = now_s
                 rank.moved_s = max(rank.moved_s, now_s - message.still_s)
                 rank.count = (message.steps, message.calls)
         self._reckon()
@@ -155,16 +162,14 @@ class HangWatch:
     # --- inside
 
     def _reckon(self) -> None:
-        dues = [due_s for rank in self._ranks.values() if (due_s := self._when(rank)) is not None]
+        """When a rank has been silent, or still, for too long."""
+        inside = [rank for rank in self._ranks.values() if rank.entered]
+        dues = [rank.heard_s + self.silent_s for rank in inside]
+        if limits_s := [self._still_limit_s(rank) for rank in inside if rank.beaten]:
+            first_s = min(limits_s)
+            told = all(rank.beat_s >= first_s for rank in inside)
+            dues.append(first_s + (self._grace_s if told else link.BEAT_S))
         self._due_s = min(dues, default=None) if self._watching and self.timeout_s is not None else None
-
-    def _when(self, rank: _Rank) -> float | None:
-        """When this rank has been silent, or still, for too long."""
-        if not rank.entered:
-            return None
-        silent_s = rank.heard_s + self.silent_s
-        # A beat later than the timeout: what it said is as old as its last beat.
-        return min(silent_s, self._still_limit_s(rank) + link.BEAT_S) if rank.beaten else silent_s
 
     def _still_limit_s(self, rank: _Rank) -> float:
         """When this rank has made no progress for too long."""

@@ -18,6 +18,7 @@ Invariants
 - `WorkersGone` only in a state in which nothing runs that trains; `RunAttempt` only in WAITING or after PRE, or in place in PARKED.
 - Workers are brought to the barrier only where the mesh says so, or by a failure of their own; a kill, a person's stop and the job's
   end are never answered in place.
+- Workers that the mesh replaces come to the barrier first where they can, and part there; what a person stops does not.
 - A stop order from a person makes this node leave: its workers end first, then the mesh is told, then the agent ends with 128 + the
   signal. The job goes on elsewhere if it can.
 """
@@ -230,13 +231,13 @@ class ClusterJob:
                 return [Recall()]
             if self.state is State.PARKED:
                 return self._tell_parked()
-        return self._end_what_runs(kill)
+        return self._end_what_runs(kill, part=not kill)
 
-    def _end_what_runs(self, kill: bool) -> list[Effect]:
+    def _end_what_runs(self, kill: bool, part: bool = False) -> list[Effect]:
         if self.state in (State.PRE, State.POST):
             return [job.EndScript(kill)]
         self._ending = True
-        return [job.StopAttempt(kill)]
+        return [job.StopAttempt(kill, part)]
 
     def _attempt_back(self, event: job.AttemptBack) -> list[Effect]:
         if self._ending or self.stopped_by is not None or self._over is not None:
@@ -315,7 +316,7 @@ class ClusterJob:
         over = self._over
         assert over is not None
         if self.state in (State.PRE, State.TRAINING, State.PARKED):
-            return self._end_what_runs(kill=False)
+            return self._end_what_runs(kill=False, part=self.state is State.PARKED)
         if self.state is State.POST:
             return []
         if over.code == 0 and self.stopped_by is None and self.post_script and self.finished:

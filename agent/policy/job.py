@@ -113,9 +113,10 @@ class RunAttempt(msgspec.Struct, frozen=True):
 
 
 class StopAttempt(msgspec.Struct, frozen=True):
-    """End all workers, with the grace or (`kill`) at once; answer with `AttemptOver`."""
+    """End all workers, with the grace or (`kill`) at once; answer with `AttemptOver`. `part`: others take over what they hold."""
 
     kill: bool
+    part: bool = False
 
 
 class Restarting(msgspec.Struct, frozen=True):
@@ -254,7 +255,7 @@ class Job:
         decision = self._decide(event, now_s)
         if decision.rung != "inplace":
             self._decided = decision
-            return [StopAttempt(kill=False)]
+            return [StopAttempt(kill=False, part=True)]
         self.restart_count += 1
         told = Restarting(self._left, free=False, in_place=True, generation=self.restart_count)
         return [told, RunAttempt(self.restart_count, in_place=True)]

@@ -17,6 +17,8 @@ other has ended, so nothing is waited for without end.
       |  Returned -------------------------> |   the function has returned; held until all ranks' have
       |  <------------------------- Released |   go on behind it (an Interrupt instead: the function runs again)
       |  <------------------------------ End |   instead of Enter or Released: there will be no further world
+      |  <----------------------------- Part |   before that, at the barrier: this process is replaced, but what it holds is wanted ...
+      |  Parted ---------------------------> |   ... and now lies where another process finds it
 
 A message about an older generation is ignored by both sides. Source: unix(7), DESIGN "A fault, end to end".
 """
@@ -30,6 +32,12 @@ PACKET_BYTES = 1 << 17
 TEXT_BYTES = 1 << 16
 """Longest traceback or reason; what is longer is cut in the middle."""
 BEAT_S = 1.0
+
+
+def count_every_s(hang_timeout_s: float) -> float:
+    """How often a worker looks for progress where a hang watch is on; so much too late it may notice any."""
+    return min(BEAT_S / 2, max(0.1, hang_timeout_s / 20))
+
 
 Rung = Literal["", "inplace", "node", "all", "replace", "end"]
 Stage = Literal["function", "waiting", "aborting", "finalizing", "health check", "returned"]
@@ -81,9 +89,10 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Sent each BEAT_S by a thread of the worker. `steps` and `calls` (ping, collectives) only grow within a generation.
+    """Sent each BEAT_S by a thread of the worker; after the hang timeout without progress, each `count_every_s` as well.
 
-    `still_s`: for how long the main thread has made no counted progress; None: nothing counts here yet.
+    `steps` and `calls` (ping, collectives) only grow within a generation. `still_s`: for how long the main thread has made no
+    counted progress; None: nothing counts here yet.
     """
 
     generation: int
@@ -100,7 +109,17 @@ class StageChanged(msgspec.Struct, frozen=True, tag="stage"):
     stage: Stage
 
 
-FromWorker = Hello | AtBarrier | Fault | Unfit | Returned | Beat | StageChanged
+class Parted(msgspec.Struct, frozen=True, tag="parted"):
+    """The answer to Part: nothing that this process holds is lost with it, as far as it could be saved."""
+
+    generation: int
+
+
+class Dumped(msgspec.Struct, frozen=True, tag="dumped"):
+    """The answer to Dump: the stacks have been written."""
+
+
+FromWorker = Hello | AtBarrier | Fault | Unfit | Returned | Beat | StageChanged | Parted | Dumped
 
 
 # --- agent to worker
@@ -144,4 +163,13 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     reason: str
 
 
-ToWorker = Welcome | Enter | Interrupt | Released | End
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """This process, which waits at the barrier, will be replaced: let it save what others cannot have. The shutdown signal follows
+    on Parted, or when --shutdown-timeout is over."""
+
+
+class Dump(msgspec.Struct, frozen=True, tag="dump"):
+    """Write the stacks of all threads to standard error, and only then read on: what follows may change them."""
+
+
+ToWorker = Welcome | Enter | Interrupt | Released | End | Part | Dump

@@ -107,9 +107,12 @@ class OthersDone(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """End the group. `kill`: at once, without the grace."""
+    """End the group. `kill`: at once, without the grace. `part`: other processes take over; where that can be, these come to the
+    restart barrier first and save there what they hold.
+    """
 
     kill: bool = False
+    part: bool = False
 
 
 class Swept(msgspec.Struct, frozen=True):
@@ -182,6 +185,12 @@ class CancelStart(msgspec.Struct, frozen=True):
     """Give up the start under way; nothing of it may run later."""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """Have these workers, which wait at the barrier, save what they hold; each answers with `link.Parted`."""
+
+    local_ranks: tuple[int, ...]
+
+
 class Ask(msgspec.Struct, frozen=True):
     """The shutdown signal to these workers' main processes."""
 
@@ -237,7 +246,7 @@ class Over(msgspec.Struct, frozen=True):
 
 
 Effect = (
-    MakeProcesses | CancelStart | Ask | DumpStacks | Kill | FirstFailure | FurtherFailure | Sweep | Back | Over
+    MakeProcesses | CancelStart | Part | Ask | DumpStacks | Kill | FirstFailure | FurtherFailure | Sweep | Back | Over
     | recall.Enter | recall.Interrupt | recall.KillAlone | recall.SweepAlone | recall.AllIn | recall.AllReturned | recall.Released
 )  # fmt: skip
 
@@ -269,6 +278,8 @@ class WorkerGroup:
         self.alive = {}
         self._ladder: Ladder | None = None
         self._hung: set[int] = set()
+        self._replaced = False  # what is on its way to the barrier is to end there
+        self._parting: set[int] = set()
         self._forget_generation()
 
     def _forget_generation(self) -> None:
@@ -299,6 +310,8 @@ class WorkerGroup:
                 return self._said(local_rank, message, now_s)
             case Unlinked(local_rank) if local_rank in self.alive and self.state in _LINKED:
                 return self._carried(self.recall.unlinked(local_rank, now_s), now_s)
+            case Said(local_rank, link.Parted()) | Unlinked(local_rank) if self.state is State.STOPPING:
+                return self._parted(local_rank, now_s)
             case SweptAlone(local_ranks) if self.state in _LINKED:
                 return self._carried(self.recall.swept(local_ranks), now_s)
             case Hung(local_ranks, why) if self.state is State.RUNNING:
@@ -306,7 +319,7 @@ class WorkerGroup:
             case Leave(reason) if self.state is State.RUNNING:
                 return self._leave("order", now_s, reason)
             case Leave() if self.state is State.STARTING and not self._cause:
-                return self._stop(False, now_s) if not self.alive else self._later("order")
+                return self._stop(False, False, now_s) if not self.alive else self._later("order")
             case Reenter(generation) if self.state is State.BACK:
                 self._next_generation = generation
                 return self._reenter(now_s)
@@ -314,8 +327,8 @@ class WorkerGroup:
                 return self._carried(self.recall.release(), now_s)
             case OthersDone() if self.state is State.RUNNING and self._skew_deadline_s is None:
                 self._skew_deadline_s = now_s + self.skew_timeout_s
-            case Stop(kill):
-                return self._stop(kill, now_s)
+            case Stop(kill, part):
+                return self._stop(kill, part and not kill, now_s)
             case Swept(left) if self.state is State.SWEEPING:
                 self.state = State.OVER
                 return [Over(self._all_ends(), self._cause, self._start_failure, left)]
@@ -373,6 +386,8 @@ class WorkerGroup:
                 effects.append(FurtherFailure(end))
             if self.alive:
                 effects += self._carried(self.recall.exited(local_rank, well=not end.failed), now_s)
+        elif self.state is State.STOPPING and self.alive:
+            effects += self._parted(local_rank, now_s)
         if not self.alive and self.state is not State.STARTING:
             effects += self._sweep()
         return effects
@@ -474,7 +489,9 @@ class WorkerGroup:
         for effect in effects:
             match effect:
                 case recall.Back():
-                    if self.state is State.RECALLING:
+                    if self.state is State.RECALLING and self._replaced:
+                        carried += self._begin_ladder(self._cause or "order", now_s, part=True)
+                    elif self.state is State.RECALLING:
                         self.state = State.BACK
                         failures = tuple(end for end in self._all_ends() if end.failed)
                         carried.append(Back(failures, self._cause or "order", self.recall.parked))
@@ -492,26 +509,37 @@ class WorkerGroup:
 
     # --- the end of the attempt
 
-    def _stop(self, kill: bool, now_s: float) -> list[Effect]:
+    def _stop(self, kill: bool, part: bool, now_s: float) -> list[Effect]:
         if self.state is State.STARTING:
             self._cause = self._cause or "order"
             if self.alive:
                 return [CancelStart(), *self._begin_ladder(self._cause, now_s, kill)]
             return [CancelStart(), *self._sweep()]
+        if part and self.state is State.RUNNING and self._in_place and self.recall.feasible:
+            self._replaced = True
+            return self._leave("order", now_s, "all processes of this node are replaced")
+        if part and self.state is State.RECALLING:
+            self._replaced = True
+            return []
         if self.state in (State.RUNNING, State.RECALLING, State.BACK):
-            return self._begin_ladder(self._cause or "order", now_s, kill)
+            return self._begin_ladder(self._cause or "order", now_s, kill, part=part)
         if self.state is State.STOPPING and kill and self._ladder:
             return self._rung(self._ladder.hurry(now_s), now_s)
         return []
 
-    def _begin_ladder(self, cause: Cause, now_s: float, kill: bool = False, why: str = "") -> list[Effect]:
+    def _parted(self, local_rank: int, now_s: float) -> list[Effect]:
+        self._parting.discard(local_rank)
+        return self._rung(self._ladder.parted(now_s), now_s) if self._ladder and not self._parting else []
+
+    def _begin_ladder(self, cause: Cause, now_s: float, kill: bool = False, why: str = "", part: bool = False) -> list[Effect]:
         self._cause = cause
         if not self.alive:
             return self._sweep()
         self.state = State.STOPPING
         at_once = kill or self.shutdown_signal == signal.SIGKILL
         self._why = why
-        self._ladder = Ladder(now_s, self.shutdown_timeout_s, hung=bool(why), kill=at_once)
+        self._parting = set(self.recall.parked) & set(self.alive) if part else set()
+        self._ladder = Ladder(now_s, self.shutdown_timeout_s, hung=bool(why), kill=at_once, part=bool(self._parting))
         return self._rung(self._ladder.rung, now_s)
 
     def _tick(self, now_s: float) -> list[Effect]:
@@ -529,6 +557,8 @@ class WorkerGroup:
     def _rung(self, rung: Rung | None, now_s: float) -> list[Effect]:
         left = tuple(sorted(self.alive))
         match rung:
+            case Rung.PART:
+                return [Part(tuple(sorted(self._parting)))]
             case Rung.DUMP:
                 return [DumpStacks(tuple(r for r in left if r in self._hung), self._why)]
             case Rung.ASK:

@@ -66,6 +66,7 @@ def _story(job: Job) -> str:
         f"  folder    {printable(status.run_dir)}",
     ]
     lines += [f"  rank {worker.rank:<4} pid {worker.pid}, local rank {worker.local_rank}" for worker in status.workers]
+    lines += [f"  fault     {printable(fault)}" for fault in status.faults]
     return "\n".join(lines) + "\n"
 
 

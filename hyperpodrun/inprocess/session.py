@@ -8,19 +8,23 @@ Invariants: generations only grow; an Interrupt of an older generation, or of on
 one stopper lives.
 """
 
+import faulthandler
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from hyperpodrun import ending
 from hyperpodrun.agent.wire import link, names
+from hyperpodrun.inprocess import parting
 from hyperpodrun.inprocess.errors import InternalError
 from hyperpodrun.inprocess.interrupt import Interrupter
 from hyperpodrun.inprocess.line import Connect, Line
 from hyperpodrun.inprocess.progress import counters
 
 WELCOME_S = 30.0
+STDERR = 2
 
 
 class Session:
@@ -43,8 +47,10 @@ class Session:
         self._left = -1  # generations up to this one have been left, or are being
         self._interrupted = -1
         self._released = -1
+        self._parting = False
         self._ending: link.End | None = None
         self._lost = False
+        self._ended = threading.Event()  # this process is about to
         self._stopper: threading.Thread | None = None
 
     def connect(self, connect: Connect) -> bool:
@@ -65,7 +71,7 @@ class Session:
         self._line.beat_with(self._beat)
         counters.on_first_step = self._tell_first_step
         if self.welcome is not None and self.welcome.hang_timeout_s is not None:
-            threading.Thread(target=self._count, name="hyperpodrun-count", daemon=True).start()
+            ending.thread(self._count, self.welcome.hang_timeout_s, name="count", stop=self._ended.set)
         return True
 
     @property
@@ -104,10 +110,20 @@ class Session:
         """At the barrier. Raises InternalError when the agent ends."""
         self.set_stage("waiting", tell=False)
         self.send(link.AtBarrier(self.generation))
+        while (entry := self._next_word()) is None:
+            parting.part()
+            self.send(link.Parted(self.generation))
+        return entry
+
+    def _next_word(self) -> link.Enter | None:
+        """At the barrier: the order to enter; None: to part."""
         with self._changed:
             while self._entry is None or self._entry.generation <= self.generation:
                 self._check_line()
                 self._check_end()
+                if self._parting:
+                    self._parting = False
+                    return None
                 self._changed.wait()
             self.generation = self._entry.generation
             self.reason = self._entry.reason
@@ -177,6 +193,9 @@ class Session:
     def _receive(self, message: link.ToWorker) -> None:
         if os.getpid() != self._pid:
             return
+        if isinstance(message, link.Dump):
+            self._dump()
+            return
         with self._changed:
             if isinstance(message, link.Welcome):
                 self.welcome = message
@@ -185,6 +204,8 @@ class Session:
                     self._entry = message
             elif isinstance(message, link.End):
                 self._ending = message
+            elif isinstance(message, link.Part):
+                self._parting = True
             elif isinstance(message, link.Released):
                 self._released = max(self._released, message.generation)
             elif isinstance(message, link.Interrupt) and message.generation > max(self._interrupted, self._left):
@@ -203,6 +224,14 @@ class Session:
         )
         self._stopper.start()
 
+    def _dump(self) -> None:
+        """In this thread, which has the interpreter's lock meanwhile: no other thread changes its frames, or begins, or ends."""
+        try:
+            faulthandler.dump_traceback(STDERR, all_threads=True)
+        except (OSError, RuntimeError, ValueError):
+            pass  # closed by the program: the agent still tells what the kernel says
+        self.send(link.Dumped())
+
     def _end(self, _reason: object = None) -> None:
         with self._changed:
             self._lost = True
@@ -214,10 +243,12 @@ class Session:
         """What the line's thread sends every BEAT_S."""
         if not self.alive:
             return None
-        now = counters.now()
-        stage = self.stage
+        self._watch_heart(self.stage, counters.now().pinged_at_s)
+        return self._made_beat()
+
+    def _made_beat(self) -> link.Beat:
+        now, stage = counters.now(), self.stage
         watched = self.welcome is not None and self.welcome.hang_timeout_s is not None and stage == "function"
-        self._watch_heart(stage, now.pinged_at_s)
         return link.Beat(self.generation, stage, now.steps, now.calls, now.still_s if watched else None)
 
     def _tell_first_step(self) -> None:
@@ -235,12 +266,21 @@ class Session:
             self.fault("HeartbeatTimeout", reason)
             self.leave_by_itself(reason)
 
-    def _count(self) -> None:
-        """A thread of its own: it may be the last to hold a group, whose end can take its time."""
-        while self.alive:
+    def _count(self, hang_timeout_s: float) -> None:
+        """A thread of its own: it may be the last to hold a group, whose end can take its time. The agent hears of it at once when
+        the timeout is over.
+        """
+        every_s = link.count_every_s(hang_timeout_s)
+        while self.alive and not self._ended.is_set():
+            wait_s = every_s
             if self.stage == "function":
                 counters.count_collectives()
-            time.sleep(link.BEAT_S / 2)
+                left_s = hang_timeout_s - counters.now().still_s
+                if left_s <= 0:
+                    self.send(self._made_beat())
+                else:
+                    wait_s = min(every_s, left_s)
+            self._ended.wait(wait_s)
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from hyperpodrun.recovery import plan, shard
+from hyperpodrun.recovery import plan, reshard, shard
 from hyperpodrun.recovery.peer import Peer
 from hyperpodrun.recovery.shard import Shard
 from hyperpodrun.recovery.transfer import TransferError
@@ -101,6 +101,25 @@ class Fetching:
         if raised:
             raise raised[0]
         return (tried if None in kinds else []), [kind for kind in kinds if kind is not None]
+
+    def land(
+        self, landings: Sequence[reshard.Landing], fetch: plan.Fetch, step: int, bad: Container[Bad], tried: list[Bad]
+    ) -> str | None:
+        """Fill these of a member of another world; whence it came ("own": this process), None: nobody has it any more."""
+        return self._from_any(fetch, step, bad, tried, partial(self._land, landings))
+
+    def _land(self, landings: Sequence[reshard.Landing], fetch: plan.Fetch, step: int) -> str:
+        if self._local(fetch):
+            held = self._held(fetch, step)
+            for landing in landings:
+                landing.fill(held.range(landing.start, landing.stop))
+        else:
+            with closing(self._peer(fetch.source)) as peer:
+                for landing in landings:
+                    peer.fetch(fetch.shard, step, fetch.kind, landing.start, landing.stop, landing.into)
+        for landing in landings:
+            landing.land()
+        return "own" if self._local(fetch) and fetch.kind == "live" else fetch.kind
 
     def _leave(self, threads: Sequence[threading.Thread]) -> None:
         """An error, or a restart that interrupts: what is still at work ends."""

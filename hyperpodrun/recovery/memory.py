@@ -13,8 +13,10 @@ Invariants: `step` only grows while the marks are of one run of the function; a 
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+from hyperpodrun.inprocess import parting
 from hyperpodrun.recovery.parts import Part
 from hyperpodrun.recovery.plan import History
+from hyperpodrun.recovery.shard import NO_KIN
 from hyperpodrun.recovery.shm import HeapSlots
 
 KEPT = 2
@@ -56,7 +58,10 @@ class Kept:
 
 
 class Memory:
-    """Of one RecoverableState. `key` is the shard that the live parts are; `history` see plan.py; `versions` writes to the node."""
+    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py. `stop` ends the
+    writing of versions, `part` writes what is newer than they are. `before`: what it was made of, while others may still need that
+    (the shards of another world).
+    """
 
     def __init__(self, key: str, parts: Sequence[Part]) -> None:
         self.key = key
@@ -64,10 +69,13 @@ class Memory:
         self.step = -1
         self.torn = False
         self.history: History = ()
+        self.kin = NO_KIN
+        self.before: Memory | None = None
         self.common = Kept()
         self.private: dict[str, Kept] = {}
         self.heap: dict[str, HeapSlots] = {}
         self.stop: Callable[[], None] = _nothing
+        self.part: Callable[[], None] = _nothing
 
     @property
     def whole(self) -> bool:
@@ -111,6 +119,7 @@ def of(name: str) -> Memory | None:
 def remember(name: str, memory: Memory) -> None:
     """From now on this is what the process remembers; the one before may go."""
     _remembered[name] = memory
+    parting.at_parting(f"the state {name!r}", memory.part)
 
 
 def forget(name: str) -> Any:

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from hyperpodrun.agent.wire import names
-from hyperpodrun.recovery import bygroup, plan, shard
+from hyperpodrun.recovery import bygroup, plan, reshard, shard
 from hyperpodrun.recovery.fetching import Bad, Card, Fetching
 from hyperpodrun.recovery.held import Held
 from hyperpodrun.recovery.memory import Memory
@@ -34,13 +34,17 @@ MAX_PLANS = 50
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """The state after `step` is in place. `source`: where the largest piece came from. `world`: see plan.Plan."""
+    """The state after `step` is in place. `source`: where the largest piece came from. `world`: see plan.Plan.
+
+    `anew`: it was made of another world's shards.
+    """
 
     step: int
     source: str
     why: str
     history: plan.History
     world: int
+    anew: bool = False
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -105,11 +109,11 @@ class Restoring:
             made = self._carried_out()
             if isinstance(made, plan.Plan):
                 with self._timed("take over"):
-                    self._take_over(plan.needs(self._offer, made.world), made)
+                    self._take_over(made)
             with self._timed("wait"):
                 meeting.barrier()
         if isinstance(made, plan.Plan):
-            return Restored(made.step, self._source(), made.why, made.history, made.world)
+            return Restored(made.step, self._source(), made.why, made.history, made.world, bool(made.members))
         if self._spoilt:
             raise RecoveryError(
                 f"what was to be restored is damaged, and the new objects with it; they have to be made again: {made.why}"
@@ -137,7 +141,8 @@ class Restoring:
             failed: set[Bad] = set()
             for wave in range(made.waves):
                 with self._timed("fetch"):
-                    mine = self._fetched(fetching, made, wave, bad, f"group/{attempt}/{wave}")
+                    mine = self._anew(fetching, made, bad) if made.members and wave == 0 else []
+                    mine += self._fetched(fetching, made, wave, bad, f"group/{attempt}/{wave}")
                 with self._timed("wait"):
                     said = self._meeting.share(f"done/{attempt}/{wave}", msgspec.msgpack.encode((self._touched, mine)))
                 told = [msgspec.msgpack.decode(text, type=tuple[bool, list[Bad]]) for text in said]
@@ -197,6 +202,41 @@ class Restoring:
         self._kinds = [*kinds, *("live" for fetch in pieces if came.get(fetch))]
         return []
 
+    def _anew(self, fetching: Fetching, made: plan.Plan, bad: Container[Bad]) -> list[Bad]:
+        """Make this rank's shard of another world's; what could not be had from anybody. Raises plan.Contradiction, RecoveryError."""
+        rank, tried = self._where.rank, list[Bad]()
+        new: reshard.New | None = None
+        for member in reshard.nearest_first(made.members, rank, self._where.world_size):
+            source, kind = self._near(member, made.step)
+            fetch = plan.Fetch(rank, member, source, kind, 0, 0)
+            layout = fetching.layout(fetch, made.step, bad, tried)
+            if layout is None:
+                return tried
+            if new is None:
+                self._touched, self._kinds = True, []
+                new = reshard.New(layout, self._parts, rank)
+            landings = new.landings(layout)
+            came = fetching.land(landings, fetch, made.step, bad, tried) if landings else "nothing"
+            if came is None:
+                return tried
+            self._kinds += [came] * len(landings)
+            if new.whole:
+                break
+        assert new is not None, "a family has members"
+        new.install(self._parts)
+        return []
+
+    def _near(self, name: str, step: int) -> tuple[int, plan.Kind]:
+        """Whom to ask first: this rank, its node, then others in turn."""
+        here, size = self._where, self._where.world_size
+        held = [(rank, h.kind) for rank, o in self.offers.items() for h in o.holdings if (h.shard, h.step) == (name, step)]
+
+        def far(one: tuple[int, plan.Kind]) -> tuple[bool, bool, bool, int]:
+            rank, kind = one
+            return kind == "tiered", rank != here.rank, self.offers[rank].node != here.node, (rank - here.rank) % size
+
+        return min(held, key=far)
+
     def _by_group(self, made: plan.Plan, wave: int, here: Shard | None, key: str) -> dict[plan.Fetch, bool]:
         """Which of a wave's fetches came through the process group, and did they come whole? All ranks call it."""
         device = self._device
@@ -220,10 +260,10 @@ class Restoring:
         damaged = bygroup.exchange(rank, going, held, here, device)
         return {fetch: fetch not in damaged for fetch in going}
 
-    def _take_over(self, needs: Sequence[str], made: plan.Plan) -> None:
+    def _take_over(self, made: plan.Plan) -> None:
         """What this rank has itself at the plan's step."""
         fetched = {fetch.shard for fetch in made.of(self._where.rank)}
-        for name in needs:
+        for name in plan.needs(made.offer(self._offer), made.world):
             if name in fetched:
                 continue
             if name == self._key:
@@ -235,6 +275,8 @@ class Restoring:
             held = self._held.whole(name, made.step, "live")
             assert held is not None, "the plan says that it is here"
             self.blobs[name] = b"".join(bytes(shard.view(tensor)) for tensor in held.tensors)
+        if made.common:
+            self.blobs[f"common {self._key}"] = self.blobs[made.common]
 
     def _source(self) -> str:
         """Where most of the shard came from."""

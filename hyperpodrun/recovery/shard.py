@@ -11,11 +11,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from hyperpodrun.recovery import codec
+from hyperpodrun.recovery import boxes, codec
 from hyperpodrun.recovery.parts import Part, RecoveryError
 
 
@@ -27,10 +28,24 @@ class PartLayout(msgspec.Struct, frozen=True, array_like=True):
     skeleton: bytes
 
 
+class Kin(NamedTuple):
+    """What a rank's shard is one of: the `family` of that name with so many `members`, and which `rank` has it. See Layout."""
+
+    family: str = ""
+    members: int = 0
+    rank: int = 0
+
+
+NO_KIN = Kin()
+
+
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """What a shard looks like."""
+    """What a shard looks like. `family`: the name of the set of shards that are the whole state together ("": it cannot be cut
+    anew), and how many `members` that has."""
 
     parts: tuple[PartLayout, ...]
+    family: str = ""
+    members: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -83,14 +98,25 @@ class Shard:
         return [(first, last) for first, last in clipped if first < last]
 
 
-def of(parts: Sequence[Part]) -> Shard:
+def of(parts: Sequence[Part], kin: Kin = NO_KIN) -> Shard:
     """The shard that these parts are now. Raises CodecError."""
-    layouts, tensors = [], []
+    layouts, tensors, family = [], [], kin.family
     for part in parts:
         found, skeleton = part.leaves()
-        layouts.append(PartLayout(part.name, tuple(codec.leaf_of(path, tensor) for path, tensor in found), skeleton))
+        spread = part.spread(kin.rank)
+        for path, tensor in found:
+            _, box = spread.get(path, ((), boxes.all_of(tensor.shape)))
+            if box is None or box.shape != tuple(tensor.shape):
+                family = ""
+        leaves = [_leaf(path, tensor, *spread.get(path, ((), None))) for path, tensor in found]
+        layouts.append(PartLayout(part.name, tuple(leaves), skeleton))
         tensors += [codec.dense(tensor) for _, tensor in found]
-    return Shard(Layout(tuple(layouts)), tensors)
+    return Shard(Layout(tuple(layouts), family, kin.members if family else 0), tensors)
+
+
+def _leaf(path: str, tensor: torch.Tensor, whole: tuple[int, ...], box: boxes.Box | None) -> codec.Leaf:
+    leaf = codec.leaf_of(path, tensor)
+    return leaf if box is None else msgspec.structs.replace(leaf, whole=whole, start=box.start)
 
 
 def place(layout: Layout, parts: Sequence[Part]) -> tuple[Shard, list[torch.Tensor]]:

@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
@@ -27,12 +27,14 @@ import xxhash
 
 from hyperpodrun.recovery.codec import CodecError
 from hyperpodrun.recovery.plan import History
-from hyperpodrun.recovery.shard import Layout, Shard
+from hyperpodrun.recovery.shard import Layout, Shard, view
 
 _HEAD = struct.Struct("<8sqQQQQ16s")
 _MAGIC_WHOLE, _MAGIC_TORN = b"HPRstat2", b"HPR-torn"
 _PAGE_BYTES = 4096
-_SUFFIXES = (".0", ".1")
+_COPY_BYTES = 4 << 20
+VERSIONS, PARTING = (".0", ".1"), (".2", ".3", ".4")
+"""Ends of the names of a shard's files: its versions, and what processes that were replaced have left (parting.py)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -79,28 +81,29 @@ class Version:
 class Slots:
     """The two files of one shard. `folder` is made when the first version is written."""
 
-    def __init__(self, folder: str, shard: str) -> None:
+    def __init__(self, folder: str, shard: str, suffixes: tuple[str, ...] = VERSIONS) -> None:
         self._folder = folder
         self._shard = shard
         name = blake2b(shard.encode(), digest_size=10).hexdigest()
-        self._paths = [os.path.join(folder, name + suffix) for suffix in _SUFFIXES]
+        self._paths = [os.path.join(folder, name + suffix) for suffix in suffixes]
         self._maps: dict[str, memoryview] = {}
         self._open: tuple[memoryview, int, _Meta, int] | None = None
 
-    def write(self, step: int, shard: Shard, history: History = ()) -> None:
-        """Write a version over the older one. Raises NoRoom, OSError."""
-        row = self.reserve(step, shard.layout, history)
+    def write(self, step: int, shard: Shard, history: History = (), keep: int | None = None) -> None:
+        """Write a version over the oldest one, but not over that of the step `keep`. Raises NoRoom, OSError."""
+        row = self.reserve(step, shard.layout, history, keep)
         for into, out in zip(row.tensors, shard.tensors, strict=True):
             into.copy_(out)
         self.commit()
 
-    def reserve(self, step: int, layout: Layout, history: History = ()) -> Shard:
-        """Begin a version over the older one: the shard to be filled. Raises NoRoom, OSError."""
+    def reserve(self, step: int, layout: Layout, history: History = (), keep: int | None = None) -> Shard:
+        """Begin a version over the oldest one: the shard to be filled. Raises NoRoom, OSError."""
         meta = _Meta(self._shard, layout, history)
         size = len(msgspec.msgpack.encode(meta))
         start = _aligned(_HEAD.size + size)
         steps = [self._step(path) for path in self._paths]
-        path = self._paths[steps.index(min(steps))] if step not in steps else self._paths[steps.index(step)]
+        over = step if step in steps else min(at for at in steps if at != keep)
+        path = self._paths[steps.index(over)]
         where = self._map(path, start + layout.nbytes)
         where[: _HEAD.size] = _HEAD.pack(_MAGIC_TORN, step, 0, 0, 0, 0, bytes(16))
         self._open = where, step, meta, start
@@ -198,13 +201,42 @@ class HeapSlots(Slots):
         self._maps.pop(path, None)
 
 
+def write_file(path: str, name: str, step: int, shard: Shard, history: History) -> Callable[[], None]:
+    """Copy a version into a file beside `path`; what is returned brings it to the disk and gives it its name. Both raise OSError."""
+    meta = msgspec.msgpack.encode(_Meta(name, shard.layout, history))
+    start = _aligned(_HEAD.size + len(meta))
+    state, at = xxhash.xxh3_128(), start
+    made = f"{path}.{os.getpid()}.new"
+    with open(
+        os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+b", buffering=0
+    ) as file:
+        for tensor in shard.tensors:
+            for first in range(0, tensor.numel(), _COPY_BYTES):
+                piece = tensor[first : first + _COPY_BYTES].cpu()
+                left = view(piece)
+                state.update(left)
+                while left:
+                    count = os.pwrite(file.fileno(), left, at)
+                    at, left = at + count, left[count:]
+        sizes, digest = (len(meta), start, at - start), state.digest()
+        os.pwrite(file.fileno(), _HEAD.pack(_MAGIC_WHOLE, step, *sizes, _sum(step, sizes, meta, digest), digest) + meta, 0)
+        os.ftruncate(file.fileno(), at)
+
+    def finish() -> None:
+        with open(made, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(made, path)
+
+    return finish
+
+
 def scan(folder: str) -> list[Version]:
     """All versions of all shards in a folder, their rows not checked."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
         return []
-    found = [read(os.path.join(folder, name)) for name in names if name.endswith(_SUFFIXES)]
+    found = [read(os.path.join(folder, name)) for name in names if name.endswith(VERSIONS + PARTING)]
     return [version for version in found if version is not None]
 
 

@@ -13,9 +13,11 @@ from hyperpodrun.agent import orders, run_dir
 from hyperpodrun.agent.status import MeshStatus, Status, StatusFiles, WorkerStatus
 from hyperpodrun.cli import ctl, jobs
 
+FAULT = "generation 1: local rank 0 failed: restarted in place"
 STATUS = Status(
     job_id="my job", pid=10, agent_pid=11, node="n1", generation=2, restart_count=1, state="running", world_size=2,
     workers=[WorkerStatus(0, 0, 20), WorkerStatus(1, 1, 21)], started_at=1000.0, run_dir="", command=["train.py", "\x1b[31m"],
+    faults=[FAULT],
 )  # fmt: skip
 
 
@@ -53,9 +55,11 @@ def test_living_launchers_are_shown_and_dead_ones_are_not(base, capfd):
         "job_id": "my job", "pid": 10, "agent_pid": 11, "node": "n1", "generation": 2, "restart_count": 1, "state": "running",
         "world_size": 2, "workers": [{"rank": 0, "local_rank": 0, "pid": 20}, {"rank": 1, "local_rank": 1, "pid": 21}],
         "started_at": 1000.0, "run_dir": str(folder), "command": ["train.py", "\x1b[31m"], "exit_code": None, "mesh": None,
+        "faults": [FAULT],
     }  # fmt: skip
     assert ctl.run(["status"]) == 0
     text = capfd.readouterr().out
+    assert f"  fault     {FAULT}\n" in text
     assert "job my job: running, 2 rank(s), 1 restart(s)" in text and "pid 21" in text and "\x1b" not in text
     os.close(lock)
     os.close(other)

@@ -101,6 +101,34 @@ def test_all_equally_still_are_all_named() -> None:
     assert found is not None and found[1].local_ranks == (0, 1, 2)
 
 
+def test_timeout_is_told_as_soon_as_everybody_has_said_so() -> None:
+    hangs = watch(timeout_s=2.0)
+    for rank in range(3):
+        hangs.heard(rank, beat(1.4, calls=7 + (rank != 1)), 101.4)
+    assert hangs.next_deadline_s() == 103.0, "what they did since is not known"
+    for rank, at_s in ((0, 102.0), (2, 102.05)):
+        hangs.heard(rank, beat(2.0, calls=8), at_s)
+        assert hangs.next_deadline_s() == 103.0, "the others may have gone on"
+    hangs.heard(1, beat(1.95, calls=7), 102.1)
+    due_s = hangs.next_deadline_s()
+    assert due_s is not None and due_s < 102.3
+    hangs.heard(1, beat(2.0, calls=7), 102.15)
+    found = hangs.tick(due_s)
+    assert found is not None and found.local_ranks == (1,)
+
+
+def test_who_has_gone_on_meanwhile_is_not_blamed_for_an_old_word() -> None:
+    hangs = watch(timeout_s=2.0)
+    for rank in range(3):
+        hangs.heard(rank, beat(0.0, calls=7), 100.4)
+    hangs.heard(0, beat(2.0, calls=8), 102.4)
+    hangs.heard(2, beat(0.1, calls=9), 102.4)
+    assert hangs.next_deadline_s() == 103.4, "rank 1 is due to say something"
+    hangs.heard(1, beat(0.2, calls=9), 102.8)
+    found = hangs.tick(hangs.next_deadline_s() or 0.0)
+    assert found is not None and found.local_ranks == (0,)
+
+
 def test_one_verdict_a_generation_and_a_new_one_in_the_next() -> None:
     hangs = watch()
     says = {rank: lambda now_s: beat(now_s - 100.0) for rank in range(3)}

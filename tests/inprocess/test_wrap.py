@@ -665,3 +665,34 @@ def test_many_callers_are_found() -> None:
         assert isinstance(HPWrapper(enabled=False)(check)(), HPCallWrapper)
     assert HPWrapper(enabled=False)(lambda caller: caller)("given") == "given"
     assert HPWrapper(enabled=False)(lambda: "none wanted")() == "none wanted"
+
+
+def test_stacks_can_be_asked_for_at_any_moment(agent: FakeAgent) -> None:
+    """Also while threads begin and end: read from a signal handler, without the interpreter's lock, their frames would be gone."""
+    agent.start(
+        script(
+            """
+            def deep(n): return deep(n - 1) if n else time.sleep(0)
+            def churn():
+                while g == 0:
+                    thread = threading.Thread(target=deep, args=(5,))
+                    thread.start()
+                    thread.join()
+            if g == 0:
+                for _ in range(3): threading.Thread(target=churn, daemon=True).start()
+                say("churning")
+                threading.Event().wait()
+            return g
+            """
+        )
+    )
+    agent.await_message(link.AtBarrier)
+    agent.enter()
+    agent.await_line("churning")
+    for _ in range(300):
+        agent.send(0, link.Dump())
+    agent.interrupt()
+    agent.await_message(link.Dumped, count=300)
+    agent.enter("inplace")
+    finish(agent, "1")
+    assert agent.output().count("in churn") >= 300 and "in main" in agent.output()

@@ -158,6 +158,16 @@ if GENERATION == 0:
     run.nothing_left()
 
 
+def test_rank_that_hangs_and_lives_prints_its_stacks_by_itself(launch: Callable) -> None:
+    """Looked at from a signal handler, a process can die of it."""
+    work = "signal.signal(signal.SIGRTMAX - 2, lambda *_: os._exit(9))\n" + once("time.sleep(1e6)")
+    run = launch(*OPTIONS, "--hang-timeout=1", script=script(work))
+    assert pids(run, 0) == pids(run, 1), run.story()
+    (run.folder / "finish").touch()
+    assert run.code() == 0, run.story()
+    assert "rank 1 (pid" in run.err and "in main" in run.err.partition("stacks follow")[2], run.story()
+
+
 @pytest.mark.parametrize("fault", ["raise ValueError('boom')", "os._exit(7)"], ids=["exception", "exit"])
 def test_fault_before_anybody_has_met(launch: Callable, fault: str) -> None:
     run = launch(*OPTIONS, script=script(before=once(fault)))
@@ -293,25 +303,26 @@ for step in range(30):
     ones.fill_(1)
     dist.all_reduce(ones)
     assert ones.item() == WORLD
-    if GENERATION == 0 and RANK == 1 and step == 7:
+    if GENERATION == 0 and RANK == 1 and step == {step}:
         {fault}
 dist.destroy_process_group()
 tell("reduced")
 while len(told("reduced")) < WORLD: time.sleep(0.005)
 """
 COLLECTIVE = {
-    "exception": ("raise ValueError('boom')", 3),
-    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", 2),
-    "hang in a collective": ("dist.recv(torch.zeros(1), 2, tag=99)", 3),
-    "hang before the collective": ("time.sleep(1e6)", 3),
+    "exception": ("raise ValueError('boom')", 7, 3),
+    "exception in the first step": ("raise ValueError('boom')", 0, 3),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", 7, 2),
+    "hang in a collective": ("dist.recv(torch.zeros(1), 2, tag=99)", 7, 3),
+    "hang before the collective": ("time.sleep(1e6)", 7, 3),
 }
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("fault", "kept"), COLLECTIVE.values(), ids=COLLECTIVE)
-def test_gloo_group_is_left_and_made_again(launch: Callable, fault: str, kept: int) -> None:
+@pytest.mark.parametrize(("fault", "step", "kept"), COLLECTIVE.values(), ids=COLLECTIVE)
+def test_gloo_group_is_left_and_made_again(launch: Callable, fault: str, step: int, kept: int) -> None:
     pytest.importorskip("torch")
-    run = launch(*OPTIONS, "--hang-timeout=2", script=GLOO + script(REDUCE.format(fault=fault)))
+    run = launch(*OPTIONS, "--hang-timeout=2", script=GLOO + script(REDUCE.format(fault=fault, step=step)))
     before, after = pids(run, 0), pids(run, 1)
     run.until_told("reduced", 3, generation=1)
     assert sum(after[rank] == before[rank] for rank in after) == kept, run.story()
@@ -323,7 +334,7 @@ def test_gloo_group_is_left_and_made_again(launch: Callable, fault: str, kept: i
 def test_fault_inside_the_first_init_frees_those_who_wait_in_it(launch: Callable) -> None:
     pytest.importorskip("torch")
     before_init = "if GENERATION == 0 and RANK == 1:\n    time.sleep(0.3)\n    raise ValueError('boom')\n"
-    work = before_init + REDUCE.format(fault="pass")
+    work = before_init + REDUCE.format(fault="pass", step=7)
     run = launch(*OPTIONS, script=GLOO + script(work))
     assert pids(run, 0) == pids(run, 1)
     run.until_told("reduced", 3, generation=1)

@@ -23,7 +23,7 @@ RUN = cluster.RunAttempt(world(0))
 OVER = job.AttemptOver(0)
 TERM, INT = job.StopSignal(signal.SIGTERM), job.StopSignal(signal.SIGINT)
 GONE, LEAVING = cluster.TellGone(0), cluster.TellLeaving()
-END, POLITE = job.End, job.StopAttempt(kill=False)
+END, POLITE, PART = job.End, job.StopAttempt(kill=False), job.StopAttempt(kill=False, part=True)
 
 
 def play(core: ClusterJob, *events: cluster.Event) -> list[cluster.Effect]:
@@ -47,7 +47,7 @@ TABLE = {
     "a failure nobody told of is told at the end": (
         [START, job.AttemptOver(3)], [cluster.TellFailed(0, 3, "the workers failed")], State.BROKEN
     ),
-    "stop: the workers first": ([START, StopHere(0, False)], [POLITE], State.TRAINING),
+    "stop: the workers first": ([START, StopHere(0, False)], [PART], State.TRAINING),
     "then the word that they are gone": ([START, StopHere(0, False), OVER], [GONE], State.WAITING),
     "failures of an ordered end are none": ([START, StopHere(0, False), RankFailed(9, "x")], [], State.TRAINING),
     "nor is their code": ([START, StopHere(0, False), job.AttemptOver(9)], [GONE], State.WAITING),
@@ -135,9 +135,9 @@ IN_PLACE = {
         [START, job.AttemptBack(1)], [cluster.TellFailed(0, 1, "the workers failed")], State.PARKED,
     ),
     "then asked": ([START, job.AttemptBack(1), RECALL], [PARKED], State.PARKED),
-    "the processes are to end after all": ([START, job.AttemptBack(1), StopHere(0, False)], [POLITE], State.PARKED),
+    "the processes are to end after all": ([START, job.AttemptBack(1), StopHere(0, False)], [PART], State.PARKED),
     "and have": ([START, job.AttemptBack(1), StopHere(0, False), job.AttemptOver(1)], [GONE], State.WAITING),
-    "asked to end while they come back": ([START, RECALL, StopHere(0, False)], [POLITE], State.TRAINING),
+    "asked to end while they come back": ([START, RECALL, StopHere(0, False)], [PART], State.TRAINING),
     "what came back then does not count": ([START, RECALL, StopHere(0, False), BACK], [], State.TRAINING),
     "a kill is never in place": ([START, StopHere(0, True, in_place=True)], [job.StopAttempt(True)], State.TRAINING),
     "fenced at the barrier": ([START, RECALL, BACK, StopHere(0, True)], [job.StopAttempt(True)], State.PARKED),
@@ -146,7 +146,7 @@ IN_PLACE = {
     ),
     "died there by our own hand: nothing is finished": ([START, RECALL, BACK, OVER], [], State.BROKEN),
     "and start anew": ([START, RECALL, BACK, job.AttemptOver(1), OTHER], [cluster.RunAttempt(world(1))], State.TRAINING),
-    "the job ends": ([START, RECALL, BACK, JobOver(5)], [POLITE], State.PARKED),
+    "the job ends": ([START, RECALL, BACK, JobOver(5)], [PART], State.PARKED),
     "and has": ([START, RECALL, BACK, JobOver(5), job.AttemptOver(143)], [END(5)], State.ENDED),
     "a person's stop at the barrier": ([START, RECALL, BACK, TERM], [POLITE], State.PARKED),
     "is not undone by a world": ([START, RECALL, BACK, TERM, OTHER], [], State.PARKED),

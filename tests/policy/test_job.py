@@ -184,7 +184,7 @@ def test_spent_budget_ends_what_waits_at_the_barrier_and_then_the_job() -> None:
     job = in_place(max_restarts=1)
     job.handle(p.Begin(), 0)
     job.handle(p.AttemptBack(1, HEALABLE), 1)
-    assert job.handle(p.AttemptBack(3, HEALABLE), 2) == [p.StopAttempt(kill=False)]
+    assert job.handle(p.AttemptBack(3, HEALABLE), 2) == [p.StopAttempt(kill=False, part=True)]
     assert job.handle(p.AttemptOver(3, symptoms=HEALABLE), 3) == [p.GivingUp("the one restart is spent"), p.End(3)]
 
 
@@ -192,7 +192,7 @@ def test_higher_rung_restarts_processes_and_is_counted_once() -> None:
     job = in_place(max_restarts=5)
     job.handle(p.Begin(), 0)
     asked = Symptoms(rank=1, in_place=True, rung="all")
-    assert job.handle(p.AttemptBack(1, asked), 1) == [p.StopAttempt(kill=False)]
+    assert job.handle(p.AttemptBack(1, asked), 1) == [p.StopAttempt(kill=False, part=True)]
     assert job.handle(p.AttemptOver(1, symptoms=asked), 2) == [p.Restarting(4, free=False), p.RunAttempt(1)]
 
 
@@ -203,7 +203,7 @@ def test_every_rung_is_climbed_by_a_rank_that_never_gets_anywhere() -> None:
     symptoms = Symptoms(rank=1, in_place=True, progressed=False)
     for now_s in range(1, 20):
         effects = job.handle(p.AttemptBack(1, symptoms), now_s)
-        if effects == [p.StopAttempt(kill=False)]:
+        if effects == [p.StopAttempt(kill=False, part=True)]:
             effects = job.handle(p.AttemptOver(1, symptoms=symptoms), now_s)
         if isinstance(effects[-1], p.End):
             rungs.append("end")

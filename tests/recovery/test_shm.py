@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hyperpodrun.recovery import shard, shm
+from hyperpodrun.recovery import parting, plan, shard, shm
+from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.parts import part_of
 
 
@@ -94,3 +95,65 @@ def test_too_little_room_is_told_with_the_remedy(tmp_path: Path, monkeypatch: py
     with pytest.raises(shm.NoRoom, match=r"has no room for .* MiB .*remount,size="):
         shm.Slots(str(tmp_path), "model").write(0, model(0.0))
     assert list(tmp_path.iterdir()) == []
+
+
+EXACT = plan.private(0, 2)
+
+
+def memory_at(step: int, *small: int) -> Memory:
+    """What a process remembers that committed `step`, with its private states of these steps."""
+    layer = torch.nn.Linear(3000, 2)
+    torch.nn.init.constant_(layer.weight, float(step))
+    torch.nn.init.constant_(layer.bias, float(step))
+    mine = Memory("model", [part_of("model", layer)])
+    mine.step = step
+    for at in small:
+        mine.state(EXACT).put(at, str(at).encode())
+    return mine
+
+
+def everything(folder: Path) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for version in shm.scan(str(folder)):
+        assert version.check()
+        if version.name == "model":
+            assert version.shard.tensors[0].view(torch.float32)[0].item() == version.step
+        found.setdefault(version.name, set()).add(version.step)
+    return found
+
+
+@pytest.mark.parametrize("order", [(7, 8), (8, 7)])
+def test_processes_that_part_leave_the_newest_of_what_they_hold_and_keep_what_was_whole(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    """Two ranks with the same parameters, one of them a step behind; the versions after 3 and 6 are there."""
+    for step in (3, 6):
+        shm.Slots(str(tmp_path), "model").write(step, model(step))
+    for step in order:
+        parting.write(str(tmp_path), memory_at(step, step - 1, step), whole=6)
+    assert everything(tmp_path)["model"] == {6, 8}, "the newest version that all nodes have stays"
+    assert everything(tmp_path)[EXACT] >= {7, 8}
+
+
+@pytest.mark.parametrize("order", [(7, 8), (8, 7)])
+def test_where_the_newest_version_may_be_torn_elsewhere_both_stay(tmp_path: Path, order: tuple[int, int]) -> None:
+    for step in (3, 6):
+        shm.Slots(str(tmp_path), "model").write(step, model(step))
+    for step in order:
+        parting.write(str(tmp_path), memory_at(step, step - 1, step), whole=None)
+    assert everything(tmp_path)["model"] >= {3, 6, 8}
+    # They part again, before any version was made since.
+    mine = memory_at(9, 8, 9)
+    mine.history = (8,)
+    parting.write(str(tmp_path), mine, whole=None)
+    assert everything(tmp_path)["model"] >= {8, 9} and everything(tmp_path)[EXACT] >= {8, 9}
+    parting.forget(str(tmp_path))
+    assert everything(tmp_path) == {"model": {3, 6}}
+
+
+def test_torn_parameters_are_not_left_to_anybody(tmp_path: Path) -> None:
+    shm.Slots(str(tmp_path), "model").write(6, model(6))
+    mine = memory_at(7, 7, 8)
+    mine.torn = True
+    parting.write(str(tmp_path), mine, whole=6)
+    assert everything(tmp_path) == {"model": {6}, EXACT: {7, 8}}

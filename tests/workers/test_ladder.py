@@ -31,6 +31,17 @@ def test_hung_worker_is_dumped_before_it_is_asked() -> None:
     assert [rung for _, rung in walk(ladder)] == [Rung.ASK, Rung.DUMP_LATE, Rung.KILL, Rung.GIVE_UP]
 
 
+@pytest.mark.parametrize("kill", [False, True])
+def test_workers_part_before_all_else_for_as_long_as_they_may_take_to_end(kill: bool) -> None:
+    after = Rung.KILL if kill else Rung.ASK
+    ladder = Ladder(0.0, timeout_s=2.0, kill=kill, part=True)
+    assert (ladder.rung, ladder.deadline_s) == (Rung.PART, 2.0)
+    assert ladder.tick(2.0) is after
+    ladder = Ladder(0.0, timeout_s=2.0, kill=kill, part=True)
+    assert ladder.parted(0.5) is after
+    assert ladder.parted(0.6) is None, "once"
+
+
 def test_nothing_happens_before_the_deadline() -> None:
     ladder = Ladder(0.0, timeout_s=2.0)
     assert ladder.tick(1.999) is None
@@ -50,10 +61,11 @@ def test_hurry_kills_at_once_and_only_once(hung: bool) -> None:
     timeout_s=st.floats(0, 1e6),
     hung=st.booleans(),
     kill=st.booleans(),
+    part=st.booleans(),
     steps=st.lists(st.tuples(st.floats(0, 1e5), st.booleans()), max_size=40),
 )
-def test_it_only_goes_down(timeout_s: float, hung: bool, kill: bool, steps: list[tuple[float, bool]]) -> None:
-    ladder, now_s = Ladder(0.0, timeout_s, hung, kill), 0.0
+def test_it_only_goes_down(timeout_s: float, hung: bool, kill: bool, part: bool, steps: list[tuple[float, bool]]) -> None:
+    ladder, now_s = Ladder(0.0, timeout_s, hung, kill, part), 0.0
     order = list(Rung)
     for step_s, hurry in steps:
         now_s += step_s

@@ -231,6 +231,42 @@ def test_stop_order_ends_processes_wherever_they_are() -> None:
     assert over.ends[0].fault == FAULT
 
 
+def test_processes_that_are_replaced_part_at_the_barrier_before_they_are_asked_to_end() -> None:
+    group = inside()
+    assert kinds(group.handle(g.Stop(part=True), 2.0)) == ["Interrupt"], "from inside the function nothing could be saved"
+    for rank in (0, 2):
+        assert group.handle(g.Said(rank, link.AtBarrier(0)), 2.1) == []
+    assert group.handle(g.Said(1, link.AtBarrier(0)), 2.1) == [g.Part((0, 1, 2))]
+    assert group.handle(g.Said(1, link.Parted(0)), 2.2) == []
+    assert group.handle(g.Exited(0, EXIT_5), 2.3) == []
+    assert group.handle(g.Said(1, link.Parted(0)), 2.4) == []
+    assert group.handle(g.Said(2, link.Parted(0)), 2.5) == [g.Ask((1, 2))]
+    assert group.handle(g.Said(2, link.Parted(0)), 2.6) == []
+    assert group.handle(g.Exited(1, KILLED), 2.7) == []
+    assert kinds(group.handle(g.Exited(2, KILLED), 2.8)) == ["Sweep"]
+    assert kinds(group.handle(g.Swept(), 2.9)) == ["Over"], "the next generation has new processes"
+
+
+@pytest.mark.parametrize(("shutdown_signal", "then"), [(signal.SIGTERM, g.Ask((0, 1, 2))), (signal.SIGKILL, g.Kill((0, 1, 2)))])
+def test_who_does_not_part_in_time_is_ended_all_the_same(shutdown_signal: int, then: g.Effect) -> None:
+    group = inside()
+    group.shutdown_signal = shutdown_signal
+    for rank in range(3):
+        group.handle(g.Said(rank, FAULT), 2.0)
+        group.handle(g.Said(rank, link.AtBarrier(0)), 2.1)
+    assert group.handle(g.Stop(part=True), 3.0) == [g.Part((0, 1, 2))]
+    assert group.next_deadline_s() == 8.0, "the shutdown timeout"
+    assert group.handle(g.Tick(), 8.0) == [then]
+
+
+def test_a_person_does_not_wait_for_anybody_to_part() -> None:
+    group = inside()
+    assert group.handle(g.Stop(), 2.0) == [g.Ask((0, 1, 2))]
+    group = inside()
+    group.handle(g.Stop(part=True), 2.0)
+    assert group.handle(g.Stop(kill=True), 2.1) == [g.Kill((0, 1, 2))]
+
+
 def test_process_that_sigkill_does_not_end_ends_the_attempt() -> None:
     group = inside(2)
     group.handle(g.Said(0, FAULT), 2.0)
@@ -254,6 +290,7 @@ MESSAGES = st.one_of(
     st.builds(link.Unfit, st.integers(0, 4), st.just("unfit")),
     st.builds(link.Returned, st.integers(0, 4)),
     st.builds(link.Beat, st.integers(0, 4), st.just("function")),
+    st.builds(link.Parted, st.integers(0, 4)),
 )
 EVENTS = st.one_of(
     st.builds(g.Exited, st.integers(0, 2), st.sampled_from([0, EXIT_5, KILLED])),
@@ -264,7 +301,7 @@ EVENTS = st.one_of(
     st.builds(g.Leave, st.just("elsewhere")),
     st.just(g.Release()),
     st.just(g.OthersDone()),
-    st.builds(g.Stop, st.booleans()),
+    st.builds(g.Stop, st.booleans(), st.booleans()),
     st.just(g.Tick()),
     st.just("swept"),
     st.just("started"),
@@ -329,6 +366,8 @@ class World:
             case recall.SweepAlone(local_ranks):
                 assert not set(local_ranks) & set(alive)
                 self.sweeping |= set(local_ranks)
+            case g.Part(local_ranks):
+                assert local_ranks and not {alive[r] for r in local_ranks} & set(self.inside), "asked to part inside the function"
             case g.Sweep():
                 assert not self.full_sweep and not alive
                 self.full_sweep = True
