@@ -145,15 +145,16 @@ class Agent:
             self.store = WorldStore(
                 self.reactor, config, self.output.say, self.send_to_node, facts_path, warn=not self.link.deaths
             )
-            if config.mesh is not None and over is None:
-                self.join_mesh()
+            if over is None:
+                self.starter.prepare()  # torch is what takes longest: its import goes on while this process imports zmq
+                if config.mesh is not None:
+                    self.join_mesh()
         except (OSError, ValueError) as error:
             self.output.say(f"{reason_of(error)}; the job was not started")
             return exit_codes.CONFIG
         for note in config.notes if not self.link.deaths else ():
             self.output.say(note)
         if over is None:
-            self.starter.prepare()
             self.open_link()
             self.reactor.call_later(OLD_STATE_S, lambda: node_state.remove_old(config.job_id, self.node, self.output.say))
             self.advance(policy.Begin(reborn=self.link.deaths > 0))

@@ -11,8 +11,8 @@ So a job of N nodes has about (2 K + 4) N connections instead of N squared.
 
 from collections.abc import Sequence
 
+from hyperpodrun.agent.mesh.convening import DIRECT
 from hyperpodrun.agent.mesh.rings import Rings
-from hyperpodrun.agent.mesh.voice import DIRECT
 from hyperpodrun.agent.wire.mesh import View
 
 

@@ -49,6 +49,23 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """Without a message: what is known of a failed rank."""
 
 
+class Encoder:
+    """What goes to everybody comes in a row and is encoded once: a view of 1,024 members is 0.1 MB."""
+
+    def __init__(self) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._last = Envelope(0, None)
+        self._payload = b""
+
+    def encode(self, envelope: Envelope) -> bytes:
+        """The bytes of an envelope."""
+        last = self._last
+        same = envelope.message is not None and envelope.message is last.message
+        if not (same and (envelope.incarnation, envelope.store) == (last.incarnation, last.store)):
+            self._last, self._payload = envelope, self._encode(envelope)
+        return self._payload
+
+
 class MeshNetwork:
     """`on_envelope(node, envelope)`, `on_lost(node)`, `on_store(node, payload)`; `on_found(node)`: who lives at a contact point.
 
@@ -77,7 +94,7 @@ class MeshNetwork:
         self._on_envelope = on_envelope
         self._on_found = on_found
         self._on_store = on_store
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = Encoder()
         self._decoder = msgspec.msgpack.Decoder(Envelope)
         self._aliases: dict[str, str] = {}
         self._near: set[str] = set()

@@ -61,7 +61,7 @@ class Council(Protocol):
     def is_quorum(self, nodes: Collection[str], spent: Collection[str]) -> bool:
         """Whether these voters may decide; those in `spent` may not use the tiebreak."""
 
-    def electorate(self) -> tuple[str, ...]:
+    def electorate(self) -> Collection[str]:
         """Everyone to be asked."""
 
     def awaited(self, answered: Collection[str]) -> bool:
@@ -93,7 +93,9 @@ class Agreement:
         self.decision: View | None = None
         self.promises: dict[str, Promise] = {}
         self._reported = False
-        self._votes: dict[str, bool] = {}
+        self._votes: set[str] = set()
+        self._spent: set[str] = set()
+        """Of those who answered in this phase."""
         self._ballot = ZERO
         self._value: View | None = None
         self._highest = ZERO
@@ -209,6 +211,7 @@ class Agreement:
         self._resend_ns = now + self._config.resend_ns
         effects: list[Effect] = [Persist(self.vote())]
         self.promises = {self._me[0]: self._promise(self._ballot)}
+        self._spent = {self._me[0]} if self.spent else set()
         self._reported = self.accepted is not None
         prepare = Prepare(self._council.brief(), self.parent, self._ballot)
         effects += (Send(node, prepare) for node in self._council.electorate() if node != self._me[0])
@@ -219,6 +222,7 @@ class Agreement:
         if message.ballot != self._ballot or self.phase != "roll":
             return []
         self.promises[source[0]] = message
+        self._heard(source[0], message.spent)
         self._reported = self._reported or message.accepted is not None
         return self._roll(now)
 
@@ -227,8 +231,11 @@ class Agreement:
         self._saw(now, message.promised)
         return []
 
-    def _spent(self) -> list[str]:
-        return [node for node, promise in self.promises.items() if promise.spent]
+    def _heard(self, node: str, spent: bool) -> None:
+        if spent:
+            self._spent.add(node)
+        else:
+            self._spent.discard(node)
 
     def _roll(self, now: int) -> list[Effect]:
         """Close the roll call when it may be closed (A4)."""
@@ -236,12 +243,14 @@ class Agreement:
             self.phase = "idle"
             self.decision = decided
             return []
-        if not self._council.is_quorum(self.promises, self._spent()):
+        if self._waits(now):  # in a large job that is what most promises come to: no vote is counted
+            return []
+        if not self._council.is_quorum(self.promises, self._spent):
             return []
         if self._quorum_ns is None:
             self._quorum_ns = now
-        if self._council.awaited(self.promises) and now < self._quorum_ns + self._config.roll_ns:
-            return []
+            if self._waits(now):
+                return []
         reported = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]
         if reported:
             value: View | None = max(reported, key=lambda accepted: accepted.ballot).view
@@ -252,6 +261,11 @@ class Agreement:
             return []
         return self._ask(now, value)
 
+    def _waits(self, now: int) -> bool:
+        """There was a quorum, and the time for the rest is not over."""
+        waits = self._quorum_ns is not None and now < self._quorum_ns + self._config.roll_ns
+        return waits and self._council.awaited(self.promises)
+
     def _decided_already(self) -> View | None:
         """A value that a quorum is now known to have accepted under one ballot is decided, even if whoever counted it is
         gone. Its proposer
@@ -259,16 +273,15 @@ class Agreement:
         if not self._reported:
             return None
         under: dict[Ballot, set[str]] = {}
+        views: dict[Ballot, View] = {}
         for node, promise in self.promises.items():
             if promise.accepted is not None:
                 ballot = promise.accepted.ballot
                 under.setdefault(ballot, {ballot.node}).add(node)
-        for promise in self.promises.values():
-            accepted = promise.accepted
-            if accepted is not None and not self.recovering:
-                known = under[accepted.ballot]
-                if self._council.is_quorum(known, [accepted.ballot.node, *self._spent()]):
-                    return accepted.view
+                views[ballot] = promise.accepted.view
+        for ballot, known in under.items():
+            if not self.recovering and self._council.is_quorum(known, {ballot.node, *self._spent}):
+                return views[ballot]
         return None
 
     def _rest(self, now: int) -> None:
@@ -290,7 +303,8 @@ class Agreement:
             self.accepted_ns = now
         self.accepted = Accepted(self._ballot, value)
         effects: list[Effect] = [Persist(self.vote())]
-        self._votes = {self._me[0]: self.spent}
+        self._votes = {self._me[0]}
+        self._spent = {self._me[0]} if self.spent else set()
         accept = Accept(self.parent, self._ballot, value)
         effects += (Send(node, accept) for node in self._council.electorate() if node != self._me[0])
         self._count()
@@ -299,11 +313,12 @@ class Agreement:
     def on_accepted(self, source: Source, message: AcceptedMsg) -> None:
         """A voter has accepted."""
         if message.ballot == self._ballot and self.phase == "accept":
-            self._votes[source[0]] = message.spent
+            self._votes.add(source[0])
+            self._heard(source[0], message.spent)
             self._count()
 
     def _count(self) -> None:
-        if self._council.is_quorum(self._votes, [node for node, spent in self._votes.items() if spent]):
+        if self._council.is_quorum(self._votes, self._spent):
             self.phase = "idle"
             self.decision = self._value
 

@@ -31,8 +31,7 @@ class Bootstrap:
         self._config = config
         self._me = me
         self._rng = rng
-        self._ever: dict[str, None] = {}
-        self._contacts = tuple(dict.fromkeys(n for n in (config.first_contact, *config.roster) if n and n != me))
+        self._slots = tuple(dict.fromkeys(n for n in (config.first_contact, *config.roster) if n and n != me))
         self.start(now)
 
     def start(self, now: int) -> None:
@@ -48,12 +47,12 @@ class Bootstrap:
 
     def settle(self, nodes: tuple[str, ...]) -> None:
         """In a view with these."""
-        self._ever.update(dict.fromkeys(nodes))
+        self._slots = tuple(node for node in dict.fromkeys((*self._slots, *nodes)) if node != self._me)
         self._first_start = False
 
     def slots(self) -> tuple[str, ...]:
         """Every slot this agent knows by name but its own: those of the launch and all it ever had in a view."""
-        return tuple(node for node in dict.fromkeys((*self._contacts, *self._ever)) if node != self._me)
+        return self._slots
 
     def overheard(self, now: int, node: str) -> None:
         """Somebody speaks to this slot as if it were in a view: there is one."""

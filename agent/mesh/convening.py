@@ -10,7 +10,8 @@ States: none of its own; `convene_ns` is when this agent's turn comes, None: not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,8 @@ from hyperpodrun.agent.mesh.succession import RollCall, genesis, successor
 from hyperpodrun.agent.wire.mesh import Alert, Item, Probe, Promise, View
 
 replace = msgspec.structs.replace
+DIRECT = 3
+"""How many candidates are told directly (M7)."""
 MOST_BARRED = 32
 """So many unheard ones are named in a promise; there are more only while a large part of the job is away."""
 
@@ -81,22 +84,31 @@ def turn_at(agent: Node, now: int) -> int | None:
         return None
     if not ready:
         return put_off
-    order = order_of_trust(agent)
-    turn = order.index(agent.member.node) if agent.member.node in order else len(order)
+    turn = 0
+    for node in trusted(agent):
+        if node == agent.member.node:
+            break
+        turn += 1
     at = min(ready) + turn * config.stagger_ns
     return at if put_off is None else min(at, put_off)
 
 
-def order_of_trust(agent: Node) -> tuple[str, ...]:
-    """Candidates nobody suspects, in this view's order."""
+def trusted(agent: Node) -> Iterator[str]:
+    """Candidates nobody suspects, in this view's order; one by one, for nearly always the first ones are enough."""
     out = {*agent.alerts.suspects(), *agent.detector.down, *agent.reports.nodes("leaving")}
-    return tuple(node for node in agent.order if node not in out) if out else agent.order
+    return (node for node in agent.order if node not in out) if out else iter(agent.order)
+
+
+def first_candidates(agent: Node) -> tuple[str, ...]:
+    """Who is told directly (M7)."""
+    return tuple(itertools.islice(trusted(agent), DIRECT))
 
 
 def awaited(agent: Node, answered: Collection[str]) -> bool:
     """Somebody who should answer has not."""
     lost = agent.alerts.beyond_doubt()
-    if any(node not in answered and node not in lost for node in agent.electorate()):
+    asked = agent.electorate()
+    if len(answered) + len(lost) < len(asked) or any(node not in answered and node not in lost for node in asked):
         return True
     return any(j.source not in agent.acked for j in agent.reports.joiners(agent.proposed_ns, barred(agent)))
 

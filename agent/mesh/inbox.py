@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from hyperpodrun.agent.mesh import convening, standing, voice
 from hyperpodrun.agent.mesh.effects import Effect, Send
 from hyperpodrun.agent.mesh.history import holds
-from hyperpodrun.agent.mesh.voice import DIRECT
 from hyperpodrun.agent.wire.mesh import (
     Accept,
     AcceptedMsg,
@@ -237,7 +236,7 @@ def on_hello(agent: Node, now: int, source: Source, message: Hello) -> list[Effe
         agent.detector.gone(node)
     join = Report("join", source, member=message.member)
     agent.reports.apply(now, join)
-    direct = convening.order_of_trust(agent)[:DIRECT]
+    direct = convening.first_candidates(agent)
     if agent.member.node not in direct:
         effects += (Send(to, ReportsMsg(agent.here, (join,))) for to in direct)
     return effects
@@ -245,7 +244,7 @@ def on_hello(agent: Node, now: int, source: Source, message: Hello) -> list[Effe
 
 def welcome(agent: Node, now: int, to: str) -> Effect:
     """The answer to Hello."""
-    order = convening.order_of_trust(agent)[:DIRECT] if agent.view is not None else ()
+    order = convening.first_candidates(agent) if agent.view is not None else ()
     knows = agent.view.members[:32] if agent.view is not None else agent.bootstrap.recent(now)
     return Send(to, Welcome(agent.here, agent.member, knows, order))
 

@@ -91,7 +91,9 @@ class Node:
         self.causes = 0
         self.view: View | None = None
         self.digest = ""
-        self.sources: dict[str, int] = {}
+        self.sources: Mapping[str, int] = {}
+        self.vacant: tuple[str, ...] = ()
+        """Slots without a member in the view."""
         self.rings: Rings = rings((), config.rings)
         self.order: tuple[str, ...] = ()
         self.here = NOWHERE
@@ -186,12 +188,12 @@ class Node:
             return is_genesis_quorum(self.config, nodes)
         return is_quorum(self.view, nodes, self.view.tiebreak not in spent)
 
-    def electorate(self) -> tuple[str, ...]:
+    def electorate(self) -> Collection[str]:
         """All members, suspects too (A4); in a recovery every slot; for view 0 everyone present."""
         if self.agreement.recovering:
             return self.slots()
         if self.view is not None:
-            return tuple(member.node for member in self.view.members)
+            return self.sources.keys()
         return tuple(member.node for member in self.bootstrap.present(self.proposed_ns))
 
     def slots(self) -> tuple[str, ...]:
@@ -243,7 +245,7 @@ class Node:
         if self.knock % 4 == 0:
             # Those whom this agent keeps out (M8) first: every other knock is theirs.
             barred = sorted(self.unheard) if self.knock % 8 else []
-            lost = barred or [n for n in self.bootstrap.slots() if n not in self.sources]
+            lost = barred or self.vacant
             if lost:
                 effects.append(Send(lost[self.knock // 4 % len(lost)], Hello(self.here, self.member, True)))
         return effects

@@ -9,7 +9,7 @@ Invariants: nothing about generations other than the current one stays; a join n
 forgotten.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from hyperpodrun.agent.mesh.config import MeshConfig
 from hyperpodrun.agent.wire.mesh import Member, Report, ReportKind, Source, View
@@ -23,25 +23,29 @@ class Reports:
         self._table: dict[tuple[ReportKind, Source], tuple[Report, int]] = {}
         self._joins: dict[str, tuple[Member, int, int]] = {}
         self._view: View | None = None
-        self._sources: frozenset[Source] = frozenset()
+        self._sources: Mapping[str, int] = {}
         self.mine: dict[ReportKind, Report] = {}
         """What this agent has to say and repeat."""
 
-    def adopt(self, view: View) -> None:
-        """Forget what this view has dealt with."""
+    def adopt(self, view: View, sources: Mapping[str, int]) -> None:
+        """Forget what this view has dealt with. `sources`: its members' incarnations."""
         self._view = view
-        self._sources = frozenset(member.source for member in view.members)
+        self._sources = sources
         self._table = {key: entry for key, entry in self._table.items() if self._matters(entry[0])}
         self.mine = {kind: report for kind, report in self.mine.items() if self._matters(report)}
-        self._joins = {node: entry for node, entry in self._joins.items() if entry[0].source not in self._sources}
+        self._joins = {node: entry for node, entry in self._joins.items() if not self._is_in(entry[0].source)}
+
+    def _is_in(self, source: Source) -> bool:
+        node, incarnation = source
+        return self._sources.get(node) == incarnation
 
     def _matters(self, report: Report) -> bool:
         view = self._view
         if view is None or view.mode == "closed":
             return False
         if report.kind == "dead":
-            return report.about in self._sources or all(report.about[0] != node for node, _ in self._sources)
-        if report.about not in self._sources:
+            return self._is_in(report.about) or report.about[0] not in self._sources
+        if not self._is_in(report.about):
             return False
         if report.kind == "leaving":
             return True
@@ -51,7 +55,7 @@ class Reports:
         """Take in a report; True when it was news."""
         if report.kind == "join":
             member = report.member
-            if member is None or member.source in self._sources:
+            if member is None or self._is_in(member.source):
                 return False
             old = self._joins.get(member.node)
             same = old is not None and old[0] == member and now - old[2] <= self.join_fresh_ns
@@ -97,7 +101,7 @@ class Reports:
         if view is None or view.mode == "closed":
             return None
         firsts = [first for report, first in self._table.values() if report.kind not in ("finished", "dead")]
-        firsts += (first for report, first in self._table.values() if report.kind == "dead" and report.about in self._sources)
+        firsts += (first for report, first in self._table.values() if report.kind == "dead" and self._is_in(report.about))
         if view.mode == "run" and view.order and self.nodes("finished").issuperset(view.order):
             firsts.append(max(first for report, first in self._table.values() if report.kind == "finished"))
         at = min(firsts) + self._config.report_quiet_ns if firsts else None

@@ -22,7 +22,7 @@ from hyperpodrun.agent.mesh.effects import Adopt, Effect, End, Persist, Send
 from hyperpodrun.agent.mesh.history import follows, holds, linked
 from hyperpodrun.agent.mesh.reports import Reports
 from hyperpodrun.agent.mesh.rings import rings
-from hyperpodrun.agent.mesh.view import candidates, digest_of
+from hyperpodrun.agent.mesh.view import candidates, digest_of, incarnations
 from hyperpodrun.agent.wire.mesh import NOWHERE, Decided, Pull, Source, View, Vote
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def take_decision(agent: Node, now: int) -> list[Effect]:
     if agent.view is not None:
         told |= {member.node for member in agent.view.members}
     effects: list[Effect] = list(adopt(agent, now, nxt, False))
-    effects += (Send(node, Decided(nxt)) for node in sorted(told) if node != agent.member.node)
+    word = Decided(nxt)
+    effects += (Send(node, word) for node in sorted(told) if node != agent.member.node)
     return effects
 
 
@@ -132,7 +133,7 @@ def settle(agent: Node, now: int, view: View, digest: str, vote: Vote | None, ca
     """Everything that is per view starts anew."""
     agent.view, agent.digest = view, digest
     nodes = tuple(member.node for member in view.members)
-    agent.sources = {member.node: member.incarnation for member in view.members}
+    agent.sources = incarnations(tuple(member.source for member in view.members))
     agent.rings = rings(nodes, agent.config.rings)
     agent.order = candidates(digest, nodes)
     agent.history.add(view, not agent.history.views)
@@ -143,11 +144,12 @@ def settle(agent: Node, now: int, view: View, digest: str, vote: Vote | None, ca
     agent.alerts = Alerts(digest, agent.rings)
     agent.detector.adopt(now, tuple(agent.rings.subjects.get(agent.member.node, ())))
     agent.gossip.adopt(len(nodes))
-    agent.reports.adopt(view)
+    agent.reports.adopt(view, agent.sources)
     agent.lease.adopt(now, view, digest, agent.order)
     agent.works.adopt(now, view, careful)
     agent.agreement.begin(now, view, digest, vote)
     agent.bootstrap.settle(nodes)
+    agent.vacant = tuple(node for node in agent.bootstrap.slots() if node not in agent.sources)
     agent.here = agent.brief_now(now)
 
 
@@ -155,7 +157,7 @@ def lease(agent: Node, now: int) -> list[Effect]:
     """What is due of this agent's part in the lease trees (A9)."""
     if now < agent.lease.due_ns:
         return []
-    return agent.lease.tick(now, convening.order_of_trust(agent), agent.here, agent.agreement.open)
+    return agent.lease.tick(now, tuple(convening.trusted(agent)), agent.here, agent.agreement.open)
 
 
 def rejoin(agent: Node, now: int, why: str) -> list[Effect]:
@@ -163,7 +165,7 @@ def rejoin(agent: Node, now: int, why: str) -> list[Effect]:
     cause = agent.cause(now, why)
     effects: list[Effect] = list(agent.works.stop(True, cause))
     agent.member = msgspec.structs.replace(agent.member, incarnation=agent.rng.getrandbits(63), role="standby")
-    agent.view, agent.digest, agent.sources = None, "", {}
+    agent.view, agent.digest, agent.sources, agent.vacant = None, "", {}, ()
     agent.here = NOWHERE
     agent.rings, agent.order = rings((), agent.config.rings), ()
     agent.history.views.clear()

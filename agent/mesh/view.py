@@ -6,12 +6,14 @@ Invariants (`validate`): members sorted by node and unique; `order` of a running
 each once; a running world has at least one node; the tiebreak is a member.
 """
 
+import functools
+from collections.abc import Mapping
 from hashlib import blake2b
 
 import msgspec
 
 from hyperpodrun.agent.mesh.rings import position
-from hyperpodrun.agent.wire.mesh import Brief, Member, View
+from hyperpodrun.agent.wire.mesh import Brief, Member, Source, View
 
 
 def digest_of(view: View) -> str:
@@ -32,6 +34,13 @@ def member_of(view: View, node: str) -> Member | None:
     return None
 
 
+@functools.lru_cache(maxsize=8)
+def incarnations(sources: tuple[Source, ...]) -> Mapping[str, int]:
+    """Each member's, by node."""
+    return dict(sources)
+
+
+@functools.lru_cache(maxsize=8)
 def candidates(digest: str, nodes: tuple[str, ...]) -> tuple[str, ...]:
     """All of a view's nodes in the order in which they may propose (A3): pseudo-random, other in every view."""
     return tuple(sorted(nodes, key=lambda node: position(digest, node)))

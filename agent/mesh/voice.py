@@ -21,9 +21,6 @@ from hyperpodrun.agent.wire.rungs import UNKNOWN, Symptoms
 if TYPE_CHECKING:
     from hyperpodrun.agent.mesh.node import Node
 
-DIRECT = 3
-"""How many candidates are told directly (M7)."""
-
 
 def accuse(agent: Node, now: int, subject: str, down: bool, loud: bool) -> list[Effect]:
     """Accuse a member, or take it back."""
@@ -74,7 +71,7 @@ def tell(agent: Node, items: tuple[Item, ...]) -> list[Effect]:
     for item in items:
         agent.gossip.put(item)
     message = ReportsMsg(agent.here, items)
-    return [Send(node, message) for node in convening.order_of_trust(agent)[:DIRECT] if node != agent.member.node]
+    return [Send(node, message) for node in convening.first_candidates(agent) if node != agent.member.node]
 
 
 def take_items(agent: Node, now: int, items: tuple[Item, ...]) -> list[Effect]:

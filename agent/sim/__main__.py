@@ -1,7 +1,7 @@
 """`python -m hyperpodrun.agent.sim --seeds A:B --nodes 3:16`: run seeds in slices; count and digest of each.
 
-`--jobs` processes share the seeds of a slice. Exit code 1 when an invariant is broken: prints seed, invariant and
-schedule. `--trace` prints the whole run of one seed.
+`--jobs` processes share the seeds of a slice. Exit code 1 when an invariant is broken, or when it stays
+undecided whether one is: prints seed, invariant and schedule. `--trace` prints the whole run of one seed.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from hyperpodrun.agent.sim.clients import Undecided
 from hyperpodrun.agent.sim.faults import Schedule, random_schedule
 from hyperpodrun.agent.sim.judge import complaint
 from hyperpodrun.agent.sim.stores import StoreWorld
@@ -81,16 +82,19 @@ def run_seed(seed: int, nodes: tuple[int, int], trace: bool, store: bool) -> tup
 
 
 def tell_slice(asked: argparse.Namespace, seeds: range, results: Iterable[tuple[str, str | None]]) -> int:
-    """Print count and digest of these seeds, whose results come in their order; how many failed."""
+    """Print count and digest of these seeds, whose results come in their order; how many are not good."""
     total = blake2b(digest_size=16)
     began = time.monotonic()
-    failed = 0
+    failed = undecided = 0
     count = 0
     for seed, (digest, wrong) in zip(seeds, results, strict=False):
         total.update(digest.encode())
         count += 1
         if wrong is not None:
-            failed += 1
+            if wrong.startswith(Undecided.__name__):
+                undecided += 1
+            else:
+                failed += 1
             print(f"seed {seed}: {wrong}", flush=True)
             if not asked.go_on:
                 print(msgspec.json.encode(random_schedule(seed, *asked.nodes)).decode())
@@ -98,11 +102,12 @@ def tell_slice(asked: argparse.Namespace, seeds: range, results: Iterable[tuple[
     took = time.monotonic() - began
     each = 1000 * took / max(1, count)
     first = seeds.start
+    bad = f"{failed} failed, {undecided} undecided" if asked.store else f"{failed} failed"
     print(
-        f"seeds {first}:{first + count}: {count}, {failed} failed, digest {total.hexdigest()}, {took:.1f} s, {each:.0f} ms each",
+        f"seeds {first}:{first + count}: {count}, {bad}, digest {total.hexdigest()}, {took:.1f} s, {each:.0f} ms each",
         flush=True,
     )
-    return failed
+    return failed + undecided
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def thaw(world: World, host: Host, life: int) -> None:
     if host.works is not None and host.clock(world.now) >= host.lease_ns:
         host.has_no_workers()  # the watchdog was first
     world.carry_out(host, host.node.tick(host.clock(world.now)))
-    while host.events and host.node is not None:
+    while host.events and host.life == life:
         world.tell(host, host.events.popleft())
     if host.inbox and not host.draining:
         host.draining = True

@@ -45,15 +45,26 @@ class Invariants:
         self._made: dict[Generation, str] = {}
         self._succeeded: dict[str, int] = {}
         self._started: dict[Generation, str] = {}
+        self._known: dict[int, tuple[View, str, frozenset[Source]]] = {}
+
+    def _of(self, view: View) -> tuple[View, str, frozenset[Source]]:
+        """A view, its digest and members. Hosts share the object, so each is worked out once."""
+        known = self._known.get(id(view))
+        if known is None:
+            members = frozenset(member.source for member in view.members)
+            known = self._known[id(view)] = (view, digest_of(view), members)
+        return known
 
     def persisted(self, host: Host, vote: Vote | None) -> None:
         """A vote file was written."""
         if vote is None:
             return
         source = (host.name, vote.incarnation)
-        parent = digest_of(vote.view) if vote.view is not None else ""
-        if vote.view is not None and not any(m.source == source for m in vote.view.members):
-            raise Violation(f"I5 {source} votes in view {vote.view.number}, of which it is no member")
+        parent = ""
+        if vote.view is not None:
+            _, parent, members = self._of(vote.view)
+            if source not in members:
+                raise Violation(f"I5 {source} votes in view {vote.view.number}, of which it is no member")
         before = self._votes.get((source, parent), ZERO)
         if vote.promised < before:
             raise Violation(f"I5 {source} promised {before} and now {vote.promised}")
@@ -63,14 +74,14 @@ class Invariants:
         if vote.accepted is not None:
             if vote.accepted.ballot > vote.promised:
                 raise Violation(f"I5 {source} accepted {vote.accepted.ballot} above its promise {vote.promised}")
-            self._accepted.setdefault(digest_of(vote.accepted.view), set()).add(host.name)
+            self._accepted.setdefault(self._of(vote.accepted.view)[1], set()).add(host.name)
 
     def sent(self, host: Host, message: Promise | AcceptedMsg) -> None:
         """A vote left a host: it must rest on its disk."""
         disk = host.disk
         if disk is None:
             raise Violation(f"I5 {host.name} votes without a vote file")
-        parent = digest_of(disk.view) if disk.view is not None else ""
+        parent = self._of(disk.view)[1] if disk.view is not None else ""
         if parent != message.parent and not (disk.view is None and message.ballot.epoch > 0):
             raise Violation(f"I5 {host.name} votes on a successor of {message.parent}, its file is about {parent}")
         if disk.promised < message.ballot:
@@ -88,7 +99,7 @@ class Invariants:
             known = self._digests[place] = digest
             self._order.pop((view.chain, view.generation), None)
             self._made.pop((view.chain, view.generation), None)
-        if known != digest or digest != digest_of(view):
+        if known != digest or digest != self._of(view)[1]:
             raise Violation(f"I1 two views {view.number} of chain {view.chain}")
         if digest in self.views:
             return

@@ -3,11 +3,13 @@
 Theory: Herlihy and Wing. An operation takes effect at one moment between its call and its answer; whatever was never answered may
 have, at any moment after its call, or not. Wing and Gong's search goes through the orders: the next one is any that was called
 before every other one that is left was answered. After Lowe, what was tried (what is done, what the key then holds) is not
-tried again; and a read that fits is taken at once, for if any order exists then also one with it first.
+tried again; and a read that fits is taken at once, for if any order exists then also one with it first. The search is bounded: what it
+cannot tell it says it cannot.
 
 States: none; a pure function of the history.
 """
 
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 from hyperpodrun.agent.wire import store as op
@@ -17,12 +19,14 @@ MOST_STATES = 300_000
 
 
 class Call(NamedTuple):
-    """`start` and `end` are places in the run; `end` is INFINITY for a call that was never answered."""
+    """`start` and `end` are places in the run; `end` is INFINITY for a call that was never answered. `took`: where its owner did it,
+    as far as that was seen."""
 
     start: int
     end: int
     asked: op.KeyOperation
     answer: Any = None
+    took: int | None = None
 
 
 class Held(NamedTuple):
@@ -114,6 +118,42 @@ def linearizable(history: list[Call]) -> bool:
     return False
 
 
+def without_order(history: list[Call], suspect: int = 0) -> list[Call] | None:
+    """A short beginning of the history that has no order; [] when all of it has one, None when that is not known.
+
+    What has an order has one up to any place. So begin small: the search grows faster than the history. `suspect`: nothing that
+    was answered before this place is in doubt.
+    """
+    ends = sorted(call.end for call in history if call.end != INFINITY)
+    if not ends:
+        return []
+    low, high, step = 0, min(bisect_left(ends, suspect), len(ends) - 1), 1
+    while (answer := _decided(until(history, ends[high]))) is not False:
+        if high == len(ends) - 1:
+            return [] if answer else None
+        high, step = min(high + step, len(ends) - 1), 2 * step
+    while low < high:
+        middle = (low + high) // 2
+        if _decided(until(history, ends[middle])) is False:
+            high = middle
+        else:
+            low = middle + 1
+    return until(history, ends[high])
+
+
+def until(history: list[Call], place: int) -> list[Call]:
+    """What was known at this place of the run, by start."""
+    begun = sorted((call for call in history if call.start <= place), key=lambda call: call.start)
+    return [call if call.end <= place else call._replace(end=INFINITY, answer=None) for call in begun]
+
+
+def _decided(history: list[Call]) -> bool | None:
+    try:
+        return linearizable(history)
+    except TooHard:
+        return None
+
+
 def _hope(call: Call, popped: dict[bytes, int]) -> int:
     """Less is more likely to come first: a guess, which makes the search of a good history nearly straight. Items are pushed in the
     order in which they were popped; what was never answered comes last."""
@@ -134,18 +174,20 @@ def _choices(calls: list[Call], low: int, done: int, held: Held) -> tuple[list[t
         answer, after = apply(held, call.asked)
         if answer is NEVER or answer != call.answer:
             continue
-        if _reads(call):
+        if reads(call):
             return [(index, after)], None
         choices.append((index, after))
     return choices, horizon
 
 
-def _reads(call: Call) -> bool:
+def reads(call: Call) -> bool:
     """Whether with this answer it can have changed nothing, wherever it took effect. (A write of what is there already would, at
     another moment.)"""
     match call.asked:
         case op.Get() | op.Check() | op.Watch() | op.Length():
             return True
+        case _ if call.end == INFINITY:
+            return False
         case op.Delete():
             return call.answer is False
         case op.Pop():

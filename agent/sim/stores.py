@@ -12,29 +12,34 @@ import random
 from collections.abc import Callable
 
 from hyperpodrun.agent.mesh.config import MS, S
-from hyperpodrun.agent.mesh.keyspace import KeySpace
+from hyperpodrun.agent.mesh.inbox import NEVER
 from hyperpodrun.agent.sim.clients import Habits, History, Rank
 from hyperpodrun.agent.sim.faults import Schedule
 from hyperpodrun.agent.sim.happenings import CALL
 from hyperpodrun.agent.sim.hosts import Generation, Host
 from hyperpodrun.agent.sim.invariants import Violation
+from hyperpodrun.agent.sim.witness import WatchedSpace
 from hyperpodrun.agent.sim.world import World
 from hyperpodrun.agent.wire.mesh import View
 from hyperpodrun.agent.wire.store import Frame
 
 LIMIT_BYTES = 1 << 24
 KEPT_FRAMES = 256
+CALL_EVENTS = 12
+"""More than a call takes: asked, sent, taken in, answered, and twice that while one frame after another is lost."""
 
 
 class Desk:
     """A node's part of one generation's store, for as long as its agent lives."""
 
-    def __init__(self, host: Host, world: Generation, space: KeySpace) -> None:
+    def __init__(self, host: Host, world: Generation, space: WatchedSpace) -> None:
         self.life = host.life
         self.world = world
         self.space = space
         self.ranks: list[Rank] = []
         self.flushing = False
+        self.due_ns = NEVER
+        """When `_due` is called next, in true time."""
 
 
 class StoreWorld(World):
@@ -47,6 +52,8 @@ class StoreWorld(World):
         self._pause_ns = self._ask.choice((4, 25, 80)) * MS
         self._ranks = self._ask.choice((1, 2, 4))
         self._keys = self._ask.choice((1, 3, 6))
+        calls_per_s = len(self.hosts) * self._ranks * 2 * S // self._pause_ns  # a client thinks for half its pause, on average
+        self.busiest += calls_per_s * CALL_EVENTS
         self._desks: dict[str, Desk] = {}
         self._kept: dict[str, list[tuple[str, Frame]]] = {}
         self._quiet_ns = (schedule.end_ms - 2000) * MS
@@ -64,7 +71,8 @@ class StoreWorld(World):
                 desk.flushing = True
                 self.push(self.now, CALL, (self._flush, host, desk))
 
-        space = KeySpace(view.generation, name, view.order, host.life, LIMIT_BYTES, wake)
+        space = WatchedSpace(view.generation, name, view.order, host.life, LIMIT_BYTES, wake)
+        space.watch(LIMIT_BYTES, self.history.did)
         desk = self._desks[name] = Desk(host, world, space)
 
         def later(delay_ns: int, what: Callable[[], None]) -> None:
@@ -119,11 +127,16 @@ class StoreWorld(World):
                 self.push(self.now + self.links.latency(), CALL, (self._arrives, target, target.life, host.name, frame))
         due = desk.space.next_deadline_ns()
         if due is not None:
-            self.push(max(host.true(due), self.now + 1), CALL, (self._due, host, desk))
+            at = max(host.true(due), self.now + 1)
+            if at < desk.due_ns:
+                desk.due_ns = at
+                self.push(at, CALL, (self._due, host, desk, at))
 
-    def _due(self, host: Host, desk: Desk) -> None:
-        due = desk.space.next_deadline_ns()
-        if not desk.flushing and due is not None and due <= host.clock(self.now):
+    def _due(self, host: Host, desk: Desk, at: int) -> None:
+        if at != desk.due_ns:
+            return
+        desk.due_ns = NEVER
+        if not desk.flushing:
             self._flush(host, desk)
 
     def _arrives(self, host: Host, life: int, source: str, frame: Frame) -> None:

@@ -90,6 +90,8 @@ class World:
                 if name not in self.hosts:
                     self.hosts[name] = Host(name, self._misc)
         self.links = Links(schedule.seed, self._misc.choice((50_000, 200_000, 1 * MS, 5 * MS)))
+        self.busiest = 2000 * len(self.hosts) + 20_000
+        """More events within a second are a livelock."""
         self.falter: int | None = None
         """So many ACCEPTs and DECIDEDs are sent before their sender crashes, for `falter_ns`."""
         self.falter_ns = 0
@@ -111,7 +113,7 @@ class World:
     def run(self, until_ms: int | None = None) -> str:
         """Run to the end of the schedule, or to a time; the digest of everything so far."""
         until = (self.schedule.end_ms if until_ms is None else until_ms) * MS
-        mark, before, busiest = self.now + S, self.count, 2000 * len(self.hosts) + 20_000
+        mark, before, busiest = self.now + S, self.count, self.busiest
         heap, handlers, update = self._heap, _HANDLERS, self._digest.update
         while heap and heap[0][0] <= until:
             now, _, kind, event = heappop(heap)

@@ -9,6 +9,8 @@ for ever where an operation is still waiting, and is nobody's business.
 Source: torch/distributed/distributed_c10d.py (2.4 to 2.13), `_abort_process_group`, `destroy_process_group`.
 """
 
+import importlib
+import inspect
 import os
 import sys
 import threading
@@ -16,10 +18,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hyperpodrun import ending
 from hyperpodrun.agent.wire import names
 from hyperpodrun.inprocess import bounded, sockets
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state", "comms")
+_HOOK = "init_process_group.<locals>._distributed_excepthook"
 _STORE_AFTER_S = 0.05
 """The agent has ended the generation's store: clients get its error by themselves, nearly always."""
 
@@ -54,7 +58,32 @@ def forget(timeout_s: float) -> None:
             held.clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0
+    forget_meshes()
+    _unhook()
     _let_go(kept, timeout_s)
+
+
+def forget_meshes() -> None:
+    """DTensors are made anew too.
+
+    What torch has worked out for an operation it keeps with the mesh that it saw first, and takes meshes of the same ranks for equal:
+    a process that is another rank now would be given results that lie where the old rank was.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        if hasattr(debug, name):
+            getattr(debug, name)()
+            return
+
+
+def _unhook() -> None:
+    """Each `init_process_group` puts a hook over `sys.excepthook`, which prefixes a traceback with the rank, and none takes it off."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "__qualname__", "") == _HOOK:
+        hook = inspect.getclosurevars(hook).nonlocals["old_hook"]
+    sys.excepthook = hook
 
 
 def _abort_nccl() -> None:
@@ -114,9 +143,7 @@ def _let_go(groups: list[Any], timeout_s: float) -> None:
     _letting_go.clear()
     if groups:
         _frames_gone.clear()
-        thread = threading.Thread(target=_drop, args=(groups,), name="hyperpodrun-let-go", daemon=True)
-        thread.start()
-        _letting_go.append(thread)
+        _letting_go.append(ending.thread(_drop, groups, name="let-go", stop=frames_are_gone))
 
 
 def _drop(groups: list[Any]) -> None:

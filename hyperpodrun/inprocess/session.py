@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from hyperpodrun import ending
 from hyperpodrun.agent.wire import link, names
 from hyperpodrun.inprocess import parting
 from hyperpodrun.inprocess.errors import InternalError
@@ -49,6 +50,7 @@ class Session:
         self._parting = False
         self._ending: link.End | None = None
         self._lost = False
+        self._ended = threading.Event()  # this process is about to
         self._stopper: threading.Thread | None = None
 
     def connect(self, connect: Connect) -> bool:
@@ -69,9 +71,7 @@ class Session:
         self._line.beat_with(self._beat)
         counters.on_first_step = self._tell_first_step
         if self.welcome is not None and self.welcome.hang_timeout_s is not None:
-            threading.Thread(
-                target=self._count, args=(self.welcome.hang_timeout_s,), name="hyperpodrun-count", daemon=True
-            ).start()
+            ending.thread(self._count, self.welcome.hang_timeout_s, name="count", stop=self._ended.set)
         return True
 
     @property
@@ -271,7 +271,7 @@ class Session:
         the timeout is over.
         """
         every_s = link.count_every_s(hang_timeout_s)
-        while self.alive:
+        while self.alive and not self._ended.is_set():
             wait_s = every_s
             if self.stage == "function":
                 counters.count_collectives()
@@ -280,7 +280,7 @@ class Session:
                     self.send(self._made_beat())
                 else:
                     wait_s = min(every_s, left_s)
-            time.sleep(wait_s)
+            self._ended.wait(wait_s)
 
 
 def _nothing() -> None:

@@ -29,12 +29,17 @@ class CodecError(ValueError):
 
 
 class Leaf(msgspec.Struct, frozen=True):
-    """What a tensor looks like: enough to make an empty one. `dtype` as in torch's name behind the dot."""
+    """What a tensor looks like: enough to make an empty one. `dtype` as in torch's name behind the dot.
+
+    A piece of a tensor that is spread over ranks says of what shape the `whole` is and where in it the piece begins (`start`).
+    """
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     device: str = "cpu"
+    whole: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -60,8 +65,8 @@ def encode(state: Any) -> tuple[list[tuple[str, torch.Tensor]], bytes]:
     return tensors, msgspec.msgpack.encode(_pack(state, "", take, 0))
 
 
-def decode(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The state again, with these tensors in it. Raises CodecError."""
+def decode(skeleton: bytes, tensors: Sequence[Any]) -> Any:
+    """The state again, with these tensors (or what stands for them) in it. Raises CodecError."""
     try:
         return _unpack(msgspec.msgpack.decode(skeleton), tensors, 0)
     except (
@@ -204,7 +209,7 @@ def _pack_numpy(value: Any, path: str) -> list[Any]:
     raise CodecError(f"{path} is a numpy {type(value).__name__} of type {getattr(value, 'dtype', '?')}, which cannot be carried")
 
 
-def _unpack(node: Any, tensors: Sequence[torch.Tensor], depth: int) -> Any:
+def _unpack(node: Any, tensors: Sequence[Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise CodecError("deeper than a state can be")
     if not isinstance(node, list):

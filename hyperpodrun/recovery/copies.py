@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
+from hyperpodrun import ending
 from hyperpodrun.recovery import shm
+from hyperpodrun.recovery.peer import Peer
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Shard
-from hyperpodrun.recovery.transfer import Peer, Server, TransferError
+from hyperpodrun.recovery.transfer import Server, TransferError
 
 PIECE_BYTES = 16 << 20
 DUTY = 0.25
@@ -60,8 +62,7 @@ class Copies:
     def fetch(self, step: int) -> None:
         """The wards' versions of this step, in a thread."""
         if self._wards:
-            self._thread = threading.Thread(target=self._fetch_all, args=(step,), name="hyperpodrun-copies", daemon=True)
-            self._thread.start()
+            self._thread = ending.thread(self._fetch_all, step, name="copies", stop=self._closed.set)
 
     def close(self) -> None:
         """Stop; what has not arrived is no version."""

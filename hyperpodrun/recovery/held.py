@@ -58,8 +58,10 @@ class Held:
         if earlier is None:
             return
         lineage = len(earlier.history)
+        if earlier.before is not None:
+            self.remembered(earlier.before)
         if earlier.whole:
-            self._given[earlier.key, earlier.step, "live"] = Given(lambda: shard.of(earlier.parts), lineage)
+            self._given[earlier.key, earlier.step, "live"] = Given(lambda: shard.of(earlier.parts, earlier.kin), lineage)
         states = {f"common {earlier.key}": earlier.common, **earlier.private}
         for name, kept in sorted(states.items()):
             for step in kept.steps():
@@ -86,15 +88,17 @@ class Held:
 def _holding(name: str, step: int, kind: str, given: Given) -> plan.Holding | None:
     layout = content = ""
     made: Shard | None = given.shard()
+    family: tuple[str, int] = "", 0
     if name.startswith("rank "):
         made = given.whole()  # small, and what it says counts already for the plan
         content = "" if made is None else b"".join(bytes(shard.view(piece)) for piece in made.range(0, PORTABLE_BYTES)).hex()
     elif not name.startswith("common ") and made is not None:
         layout = made.layout.digest()
+        family = made.layout.family, made.layout.members
         content = keys.sample(made) if given.live else ""  # of a version that may be damaged it would say nothing
     if made is None:
         return None
-    return plan.Holding(name, step, kind, made.nbytes, layout, content, given.lineage)  # type: ignore[arg-type]  # a Kind
+    return plan.Holding(name, step, kind, made.nbytes, layout, content, given.lineage, *family)  # type: ignore[arg-type]  # a Kind
 
 
 def _row(version: Version) -> Shard:

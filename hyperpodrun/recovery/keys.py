@@ -16,6 +16,7 @@ from hashlib import blake2b
 import torch
 import xxhash
 
+from hyperpodrun.recovery import boxes
 from hyperpodrun.recovery.shard import Shard
 
 SAMPLE_BYTES = 64
@@ -25,20 +26,32 @@ def shard_key(models: Mapping[str, torch.nn.Module], group: Sequence[int], rank:
     """What this rank holds in common with others. Raises ValueError when it is not of the group."""
     if rank not in group:
         raise ValueError(f"replica_group: rank {rank} is not in it ({list(group)[:8]})")
-    places = sorted({place for model in models.values() for place in _spread(model.parameters())})
+    places = sorted({place for model in models.values() for place in _spread(model.parameters(), rank)})
     words = [f"model {place}" for place in places] or ["model"]
     if len(group) < world_size:
         words.append(f"of ranks {_listed(group)}")
     return " ".join(words)
 
 
-def _spread(parameters: Iterable[torch.Tensor]) -> Iterable[str]:
+def family_of(keys: Iterable[str]) -> tuple[str, int]:
+    """The name of the family of shards that has these keys, and how many there are (shard.Layout)."""
+    members = sorted({*keys})
+    return blake2b(repr(members).encode(), digest_size=9).hexdigest(), len(members)
+
+
+def is_of_one_state(models: Mapping[str, torch.nn.Module], group: Sequence[int], world_size: int) -> bool:
+    """Are tensors of one name the same tensor on all ranks: no other replica group, and each DTensor's mesh spans the world?"""
+    meshes = (getattr(parameter, "device_mesh", None) for model in models.values() for parameter in model.parameters())
+    return len(group) == world_size and all(mesh is None or mesh.size() == world_size for mesh in meshes)
+
+
+def _spread(parameters: Iterable[torch.Tensor], rank: int) -> Iterable[str]:
     for parameter in parameters:
         placements = getattr(parameter, "placements", None)
         if placements is None:
             continue
         mesh = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor
-        coordinate = mesh.get_coordinate() or ()
+        coordinate = boxes.coordinate_of(mesh, rank)
         names = mesh.mesh_dim_names or range(mesh.ndim)
         spread = [(names[dim], coordinate[dim]) for dim, kind in enumerate(placements) if not kind.is_replicate()]
         ranks = mesh.mesh.flatten().tolist()

@@ -16,6 +16,7 @@ from typing import Any
 from hyperpodrun.inprocess import parting
 from hyperpodrun.recovery.parts import Part
 from hyperpodrun.recovery.plan import History
+from hyperpodrun.recovery.shard import NO_KIN
 from hyperpodrun.recovery.shm import HeapSlots
 
 KEPT = 2
@@ -57,8 +58,9 @@ class Kept:
 
 
 class Memory:
-    """Of one RecoverableState. `key` is the shard that the live parts are; `history` see plan.py. `stop` ends the writing of versions,
-    `part` writes what is newer than they are.
+    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py. `stop` ends the
+    writing of versions, `part` writes what is newer than they are. `before`: what it was made of, while others may still need that
+    (the shards of another world).
     """
 
     def __init__(self, key: str, parts: Sequence[Part]) -> None:
@@ -67,6 +69,8 @@ class Memory:
         self.step = -1
         self.torn = False
         self.history: History = ()
+        self.kin = NO_KIN
+        self.before: Memory | None = None
         self.common = Kept()
         self.private: dict[str, Kept] = {}
         self.heap: dict[str, HeapSlots] = {}

@@ -9,11 +9,13 @@ States: *off* (no room, or nothing to write), *idle*, *writing*.
 Invariants: the parts do not change while a version is written.
 """
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Collection
 
+from hyperpodrun import ending
 from hyperpodrun.agent.wire import node_state
 from hyperpodrun.recovery import shm
 from hyperpodrun.recovery.plan import History
@@ -86,8 +88,15 @@ class NodeState:
         if self._inline:
             self._write(step, shards)
         else:
-            self._thread = threading.Thread(target=self._write, args=(step, shards), name="hyperpodrun-version", daemon=True)
-            self._thread.start()
+            self._thread = ending.thread(self._write, step, shards, name="version", stop=ending.by_itself, limit_s=math.inf)
+
+    def only(self, names: Collection[str]) -> None:
+        """Versions of other shards are not needed any more (they are another world's)."""
+        for found in shm.scan(self._folder):
+            if found.name not in names:
+                found.discard()
+        for name in [name for name in self._heap if name not in names]:
+            del self._heap[name]
 
     def version(self, name: str, step: int, timeout_s: float) -> Shard | None:
         """That version, once it is written."""

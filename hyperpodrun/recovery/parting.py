@@ -28,6 +28,8 @@ def write(folder: str, mine: Memory, whole: int | None) -> None:
 
     Raises OSError: there is no room for all of it.
     """
+    if mine.before is not None:
+        write(folder, mine.before, None)
     restored = mine.history[-1] if mine.history else -1
     small = {f"common {mine.key}": mine.common, **mine.private}
     for name, kept in sorted(small.items()):
@@ -44,7 +46,7 @@ def write(folder: str, mine: Memory, whole: int | None) -> None:
     with _alone(folder, mine.key):
         if mine.step > max(_steps(folder, mine.key, shm.VERSIONS + shm.PARTING), default=-1):
             files, keep = (shm.PARTING[:2], restored) if whole is None else (shm.VERSIONS, whole)
-            shm.Slots(folder, mine.key, files).write(mine.step, shard.of(mine.parts), mine.history, keep)
+            shm.Slots(folder, mine.key, files).write(mine.step, shard.of(mine.parts, mine.kin), mine.history, keep)
 
 
 def forget(folder: str) -> None:

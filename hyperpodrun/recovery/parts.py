@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hyperpodrun.recovery import codec
+from hyperpodrun.recovery import boxes, codec
+from hyperpodrun.recovery.boxes import Box
 
 _SPREAD = "dtensor"
 Leaves = tuple[list[tuple[str, torch.Tensor]], bytes]
@@ -42,6 +43,13 @@ class Part(Protocol):
 
     def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """Make the object that state; `tensors` may be kept. Raises RecoveryError when it does not fit."""
+
+    def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
+        """Of each leaf that is a piece of a tensor: the whole's shape and which box of it that rank has
+        (None: in doubt), by path."""
+
+    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
+        """Leaves of another cut of the same state as they are to be on that rank. Raises RecoveryError when they cannot be."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,6 +82,28 @@ class ModelPart:
             raise RecoveryError(f"{self.name}: other parameters than before the restart: {_difference(there, here)}")
         for name, tensor in here.items():
             _put(f"{self.name}.{name}", tensor, there[name])
+
+    def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
+        """See Part."""
+        return {name: (tuple(p.shape), boxes.of(p, rank)) for name, p in self._model.named_parameters() if hasattr(p, "to_local")}
+
+    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
+        """See Part."""
+        here = dict(self._model.named_parameters())
+        lost = [leaf.path for leaf in leaves if leaf.path not in here]
+        if lost:
+            raise RecoveryError(f"{self.name}: other parameters than before the restart: {len(lost)} are gone ({lost[0]})")
+        return [_cut(f"{self.name}.{leaf.path}", leaf, rank, here[leaf.path]) for leaf in leaves]
+
+    def adopt(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
+        """`install` with the tensors of a module that is given up: their memory becomes this one's where that can be."""
+        there = codec.decode(skeleton, tensors)
+        adopted: set[int] = set()
+        for name, parameter in self._model.named_parameters():
+            tensor = there.get(name)
+            if tensor is not None and tensor.data_ptr() not in adopted and _adopt(parameter, tensor):
+                adopted.add(tensor.data_ptr())
+        self.install(tensors, skeleton)
 
     def _here(self) -> dict[str, torch.Tensor]:
         return {name: local(parameter) for name, parameter in self._model.named_parameters()}
@@ -120,6 +150,25 @@ class OptimizerPart:
             parameter = parameters[place]
             self._optimizer.state[parameter] = {key: _spread(value, parameter) for key, value in values.items()}
 
+    def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
+        """See Part."""
+        return {
+            f"state.{place}.{key}.1": (tuple(value.shape), boxes.of(value, rank))
+            for place, parameter in enumerate(self.parameters())
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if hasattr(value, "to_local")
+        }
+
+    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
+        """See Part."""
+        parameters, made = self.parameters(), {leaf.path: leaf for leaf in leaves}
+        for place, values in codec.decode(skeleton, leaves)["state"].items():
+            for key, value in values.items():
+                if _is_spread(value) and place < len(parameters):
+                    _, leaf, shape, _, spread = value
+                    made[leaf.path] = _cut(f"{self.name}.state.{place}.{key}", leaf, rank, parameters[place], shape, spread)
+        return list(made.values())
+
     def parameters(self) -> list[torch.Tensor]:
         """All that it optimizes, in its order."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -143,6 +192,24 @@ class PlainPart:
     def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """See Part. What the object's own load_state_dict raises is raised."""
         self._thing.load_state_dict(codec.decode(skeleton, [tensor.clone() for tensor in tensors]))
+
+    def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
+        """See Part."""
+        return {}
+
+    def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
+        """See Part."""
+        return list(leaves)
+
+
+def hand_over(old: Part, new: Part) -> None:
+    """Give an object what one of this process holds that is given up. Raises as `install` does."""
+    found, skeleton = old.leaves()
+    tensors = [tensor for _, tensor in found]
+    if isinstance(new, ModelPart):
+        new.adopt(tensors, skeleton)
+    else:
+        new.install(tensors, skeleton)
 
 
 def expected_bytes(parts: Sequence[Part]) -> int:
@@ -185,6 +252,31 @@ def _put(path: str, here: torch.Tensor, there: torch.Tensor) -> None:
         here.copy_(there)
 
 
+def _adopt(parameter: torch.Tensor, there: torch.Tensor) -> bool:
+    """Let a parameter have the memory of an earlier one, if nobody can see the difference.
+
+    On the CPU only: elsewhere a captured graph may know the address. Views of either memory, which would not follow, must not be.
+    """
+    alike = (parameter.shape, parameter.dtype, parameter.stride()) == (there.shape, there.dtype, there.stride())
+    plain = type(parameter) is torch.nn.Parameter and parameter.device.type == there.device.type == "cpu"
+    if not (alike and plain and there.numel() and _fills(parameter) and _fills(there) and _alone(parameter)):
+        return False
+    parameter.data = there
+    return True
+
+
+def _fills(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.numel() * tensor.element_size() and not storage.is_shared()
+
+
+def _alone(tensor: torch.Tensor) -> bool:
+    """Is it the only one that has its memory? False where this torch cannot say."""
+    uses = getattr(torch._C, "_storage_Use_Count", None)
+    one = torch.empty(1)
+    return uses is not None and uses(tensor.untyped_storage()._cdata) == uses(one.untyped_storage()._cdata)
+
+
 def _over(here: Any, there: Any) -> Any:
     """A group's value; a tensor that is there already (a learning rate that a graph has captured) is kept and filled."""
     if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.shape == there.shape:
@@ -211,12 +303,42 @@ def _dim_of(kind: Any) -> int | None:
     raise codec.CodecError(f"an optimizer's state is spread as {kind}, unlike its parameter: that cannot be carried")
 
 
+def _is_spread(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 5 and value[0] == _SPREAD
+
+
+def _cut(
+    path: str,
+    leaf: codec.Leaf,
+    rank: int,
+    like: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    spread: Sequence[int | None] | None = None,
+) -> codec.Leaf:
+    """The leaf as it is to be here, on the mesh of a parameter."""
+    whole = leaf.whole or leaf.shape
+    box = boxes.of(like, rank, None if spread is None else _placements(spread), shape)
+    if tuple(like.shape if shape is None else shape) != whole:
+        raise RecoveryError(f"{path} is {tuple(like.shape)}, it was {whole} before the restart")
+    if box is None:
+        raise RecoveryError(f"{path} is spread in a way that it cannot be cut anew for")
+    return codec.Leaf(leaf.path, leaf.dtype, box.shape, leaf.device, whole, box.start)
+
+
+def _placements(spread: Sequence[int | None]) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [Replicate() if dim is None else Shard(dim) for dim in spread]
+
+
 def _spread(value: Any, like: torch.Tensor) -> Any:
-    if isinstance(value, tuple) and len(value) == 5 and value[0] == _SPREAD:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+    if _is_spread(value) and not hasattr(like, "placements"):
+        return value[1]  # it was cut anew to be whole here
+    if _is_spread(value):
+        from torch.distributed.tensor import DTensor
 
         _, piece, shape, stride, spread = value
-        placements = like.placements if spread is None else [Replicate() if dim is None else Shard(dim) for dim in spread]  # type: ignore[attr-defined]  # a DTensor
+        placements = like.placements if spread is None else _placements(spread)  # type: ignore[attr-defined]  # a DTensor
         mesh: Any = like.device_mesh  # type: ignore[attr-defined]  # a DTensor
         return DTensor.from_local(piece, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return value

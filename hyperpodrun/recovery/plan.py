@@ -16,6 +16,9 @@ Changed worlds. Private states carry the size of their world in their names. In 
 private state of rank r modulo the old size, and that is right only if the samplers' states are equal on all ranks (counted in
 samples of the whole job): they are compared.
 
+A state that is cut among the ranks comes back in another world too: where all members of a *family* (the shards of one world) are held
+after a step, each rank can make its new shard of them (reshard.py); which bytes of which, it finds out by itself.
+
 Invariants: nothing is fetched at another step than the plan's; the byte ranges that a rank fetches of a shard cover it once; a rank
 that holds the version live fetches nothing of that shard; nobody fetches from itself but out of shared memory or a copy.
 
@@ -23,7 +26,7 @@ States: none. Source: DESIGN "A fault, end to end", SEED part 5.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -38,7 +41,10 @@ ALIGN_BYTES = 64
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
-    """One version of one shard. `layout` is the digest of its names, types and shapes, `content` one of values ("": unknown)."""
+    """One version of one shard. `layout` is the digest of its names, types and shapes, `content` one of values ("": unknown).
+
+    `family`, `members`: see shard.Layout.
+    """
 
     shard: str
     step: int
@@ -47,6 +53,8 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     layout: str = ""
     content: str = ""
     lineage: int = 0
+    family: str = ""
+    members: int = 0
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -74,17 +82,28 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Restore the state after `step`. `why`: one line for people. `world`: the size of the one that the private states are of."""
+    """Restore the state after `step`. `why`: one line for people. `world`: the size of the one that the private states are of.
+
+    `members`: every rank's shard is to be made of these (none: it is had as it is), `common`: what replaces the common state needed.
+    """
 
     step: int
     fetches: tuple[Fetch, ...]
     why: str
     history: History = ()
     world: int = 0
+    members: tuple[str, ...] = ()
+    common: str = ""
 
     def of(self, rank: int) -> tuple[Fetch, ...]:
         """What this rank fetches."""
         return tuple(fetch for fetch in self.fetches if fetch.rank == rank)
+
+    def offer(self, offer: Offer) -> Offer:
+        """With what that rank needs by this plan, but for its private state."""
+        if not self.members:
+            return offer
+        return msgspec.structs.replace(offer, needs=(self.common,) if self.common else ())
 
     def from_rank(self, rank: int) -> tuple[Fetch, ...]:
         """What others fetch from this rank."""
@@ -123,12 +142,46 @@ def make(offers: Sequence[Offer]) -> Plan | Infeasible:
     """The plan for these offers, one of each rank. Raises Contradiction."""
     history = max((offer.history for offer in offers), key=lambda history: (len(history), history), default=())
     offers = [_valid(offer, history) for offer in offers]
-    found: list[Plan | Infeasible] = [_make(offers, world) for world in _worlds(offers)]
-    plans = [made for made in found if isinstance(made, Plan)]
-    if not plans:
-        return msgspec.structs.replace(found[0], history=history)
-    best = max(plans, key=lambda made: made.step)  # the first of equals: this world's
-    return msgspec.structs.replace(best, history=history)
+    holders = _holders(offers)
+    ways = [way for world in _worlds(offers) for way in (_Way(world, offers, holders), *_anew(world, offers, holders))]
+    whole = [way for way in ways if way.steps]
+    if not whole:
+        return Infeasible(_why_not(ways[0].needed, holders), history)
+    best = max(whole, key=lambda way: way.steps[0])  # the first of equals: as it is, in this world
+    return msgspec.structs.replace(_carried_out(best, holders), history=history)
+
+
+class _Way:
+    """One way to have a whole state: private states of a world of that size, shards as they are or made of `members`."""
+
+    def __init__(self, world: int, offers: Sequence[Offer], holders: "_Holders", members: tuple[str, ...] = ()) -> None:
+        self.world, self.members, self.common = world, members, ""
+        commons = sorted(f"common {shard}" for shard in members) if any(len(offer.needs) > 1 for offer in offers) else []
+        if members:
+            offers = [msgspec.structs.replace(offer, needs=()) for offer in offers]
+        self.needed = sorted({shard for offer in offers for shard in needs(offer, world)} | {*members})
+        names = {*self.needed}
+        steps = {step for shard, step in holders if shard in names}
+        whole = [step for step in sorted(steps, reverse=True) if all((shard, step) in holders for shard in self.needed)]
+        self.steps = [step for step in whole if not commons or any((common, step) in holders for common in commons)]
+        if commons and self.steps:
+            self.common = next(common for common in commons if (common, self.steps[0]) in holders)
+            self.needed.append(self.common)
+            offers = [msgspec.structs.replace(offer, needs=(self.common,)) for offer in offers]
+        self.offers = [msgspec.structs.replace(offer, needs=needs(offer, world)) for offer in offers]
+
+
+def _anew(world: int, offers: Sequence[Offer], holders: "_Holders") -> list[_Way]:
+    """With shards made of those of a family that is held; the one that is what is needed anyway does not count."""
+    families: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for held in (held for offer in offers for held in offer.holdings if held.family):
+        families[held.family, held.members].add(held.shard)
+    needed = {offer.needs[0] for offer in offers if offer.needs}
+    return [
+        _Way(world, offers, holders, tuple(sorted(members)))
+        for (_, count), members in sorted(families.items())
+        if len(members) == count and members != needed
+    ]
 
 
 def _valid(offer: Offer, history: History) -> Offer:
@@ -147,25 +200,18 @@ def _worlds(offers: Sequence[Offer]) -> list[int]:
     return [now, *sorted(others - {now}, reverse=True)]
 
 
-def _make(offers: Sequence[Offer], world: int) -> Plan | Infeasible:
-    now = max((offer.world for offer in offers), default=0)
-    offers = [msgspec.structs.replace(offer, needs=needs(offer, world)) for offer in offers]
-    by_rank = {offer.rank: offer for offer in offers}
-    needed = sorted({shard for offer in offers for shard in offer.needs})
-    holders = _holders(by_rank)
-    steps = sorted({step for shard, step in holders if shard in set(needed)}, reverse=True)
-    whole = [step for step in steps if all((shard, step) in holders for shard in needed)]
-    if not whole:
-        return Infeasible(_why_not(needed, holders, steps))
-    step = whole[0]
-    for shard in needed:
+def _carried_out(way: _Way, holders: "_Holders") -> Plan:
+    by_rank, step = {offer.rank: offer for offer in way.offers}, way.steps[0]
+    for shard in way.needed:
         _agree(shard, step, holders[shard, step])
-    if world != now:
-        _portable(step, [(shard, holders[shard, step][0][1]) for shard in needed if shard.startswith("rank ")])
+    if way.world != max((offer.world for offer in way.offers), default=0):
+        _portable(step, [(shard, holders[shard, step][0][1]) for shard in way.needed if shard.startswith("rank ")])
     fetches = _fetches(by_rank, holders, step)
-    if len(whole) > 1:
-        fetches = _held_back(fetches, holders, step, whole[1])
-    return Plan(step, tuple(fetches), _why(step, steps, fetches), world=world)
+    if len(way.steps) > 1:
+        fetches = _held_back(fetches, holders, step, way.steps[1])
+    newest = max(at for shard, at in holders if shard in way.needed)
+    why = _why(step, newest, fetches, {held.kind for shard in way.members for _, held in holders[shard, step]}, len(way.members))
+    return Plan(step, tuple(fetches), why, world=way.world, members=way.members, common=way.common)
 
 
 def _portable(step: int, states: Sequence[tuple[str, Holding]]) -> None:
@@ -188,11 +234,11 @@ def feasible(offers: Sequence[Offer]) -> tuple[bool, str]:
 _Holders = Mapping[tuple[str, int], list[tuple[int, Holding]]]
 
 
-def _holders(by_rank: Mapping[int, Offer]) -> _Holders:
+def _holders(offers: Sequence[Offer]) -> _Holders:
     found: dict[tuple[str, int], list[tuple[int, Holding]]] = defaultdict(list)
-    for rank in sorted(by_rank):
-        for holding in by_rank[rank].holdings:
-            found[holding.shard, holding.step].append((rank, holding))
+    for offer in sorted(offers, key=lambda offer: offer.rank):
+        for holding in offer.holdings:
+            found[holding.shard, holding.step].append((offer.rank, holding))
     return found
 
 
@@ -269,18 +315,22 @@ def _held_back(fetches: list[Fetch], holders: _Holders, step: int, before: int) 
     ]  # fmt: skip
 
 
-def _why(step: int, steps: Sequence[int], fetches: Sequence[Fetch]) -> str:
-    if not fetches:
-        return f"every rank has the state after step {step} itself"
-    ranks = sorted({fetch.rank for fetch in fetches})
-    kinds = [kind for kind in KINDS if any(fetch.kind == kind for fetch in fetches)]
+def _why(step: int, newest: int, fetches: Sequence[Fetch], member_kinds: Collection[str], members: int) -> str:
     words = {
         "live": "peers' memory",
         "copy": "copies in peers' memory",
         "shm": "shared memory",
         "tiered": "the stored checkpoint",
     }
-    newer = f"; step {steps[0]} is not whole" if steps[0] > step else ""
+    newer = f"; step {newest} is not whole" if newest > step else ""
+    if members:
+        places = " and ".join(words[kind] for kind in KINDS if kind in member_kinds)
+        whole = "the whole state" if members == 1 else f"all {members} shards of the earlier layout"
+        return f"each rank makes its shard of the state after step {step} of {whole}, from {places}{newer}"
+    if not fetches:
+        return f"every rank has the state after step {step} itself"
+    ranks = sorted({fetch.rank for fetch in fetches})
+    kinds = [kind for kind in KINDS if any(fetch.kind == kind for fetch in fetches)]
     return f"{_ranks(ranks)} the state after step {step} from {' and '.join(words[kind] for kind in kinds)}{newer}"
 
 
@@ -290,7 +340,15 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''} get"
 
 
-def _why_not(needed: Sequence[str], holders: _Holders, steps: Sequence[int]) -> str:
+def _why_not(needed: Sequence[str], holders: _Holders) -> str:
+    steps = sorted({step for shard, step in holders if shard in needed}, reverse=True)
+    others = {
+        held.family: held.members for every in holders.values() for _, held in every if held.family and held.shard not in needed
+    }
+    if others and not any(
+        (shard, step) in holders for shard in needed if not shard.startswith(("rank ", "common ")) for step in steps
+    ):
+        return _why_not_anew(others, holders)
     if not steps:
         return "no memory holds a state (the job is new, or all copies were lost at once)"
     lost = [shard for shard in needed if not any((shard, step) in holders for step in steps)]
@@ -298,3 +356,16 @@ def _why_not(needed: Sequence[str], holders: _Holders, steps: Sequence[int]) -> 
         names = ", ".join(lost[:4]) + (" and others" if len(lost) > 4 else "")
         return f"no memory holds {names} any more: all its copies were lost at once"
     return f"each shard is held after some step, but no step has all of them (newest: step {steps[0]})"
+
+
+def _why_not_anew(others: Mapping[str, int], holders: _Holders) -> str:
+    counts: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for (shard, step), every in holders.items():
+        for family in {held.family for _, held in every} & others.keys():
+            counts[family, step].add(shard)
+    (family, step), shards = max(counts.items(), key=lambda item: (len(item[1]), item[0][1], item[0]))
+    if len(shards) == others[family]:
+        return (
+            f"the shards of the earlier layout are held after step {step}, but not what else is needed (private or common states)"
+        )
+    return f"no step has all {others[family]} shards of the earlier layout (after step {step} there are {len(shards)})"

@@ -39,6 +39,14 @@ class _Values:
         """Not asked for."""
         raise NotImplementedError
 
+    def spread(self, rank: int) -> dict[str, Any]:
+        """See Part."""
+        return {}
+
+    def cut(self, leaves: Any, skeleton: bytes, rank: int) -> Any:
+        """Not asked for."""
+        raise NotImplementedError
+
     def install(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
         """See Part."""
         from hyperpodrun.recovery import codec

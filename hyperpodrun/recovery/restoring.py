@@ -12,36 +12,39 @@ Invariants: what was not read whole, with its checksums, is never said to be res
 """
 
 import os
-from collections.abc import Callable, Container, Sequence
-from contextlib import closing
-from functools import partial
-from typing import TypeVar
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import msgspec
 import torch
 
 from hyperpodrun.agent.wire import names
-from hyperpodrun.recovery import plan, shard
+from hyperpodrun.recovery import bygroup, plan, reshard, shard
+from hyperpodrun.recovery.fetching import Bad, Card, Fetching
 from hyperpodrun.recovery.held import Held
 from hyperpodrun.recovery.memory import Memory
-from hyperpodrun.recovery.parts import Part, RecoveryError
+from hyperpodrun.recovery.parts import Part, RecoveryError, hand_over
 from hyperpodrun.recovery.shard import Shard
-from hyperpodrun.recovery.transfer import TOKEN_BYTES, Peer, Server, TransferError
+from hyperpodrun.recovery.transfer import TOKEN_BYTES, Server
 from hyperpodrun.recovery.versions import Room
 from hyperpodrun.recovery.where import Meeting, Where, own_address
 
 MAX_PLANS = 50
-T = TypeVar("T")
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """The state after `step` is in place. `source`: where the largest piece came from. `world`: see plan.Plan."""
+    """The state after `step` is in place. `source`: where the largest piece came from. `world`: see plan.Plan.
+
+    `anew`: it was made of another world's shards.
+    """
 
     step: int
     source: str
     why: str
     history: plan.History
     world: int
+    anew: bool = False
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -49,19 +52,6 @@ class Nothing(msgspec.Struct, frozen=True):
 
     why: str
     history: plan.History
-
-
-class Card(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of itself."""
-
-    offer: plan.Offer
-    host: str
-    port: int
-    room: Room | None = None
-
-
-Bad = tuple[int, str, int, str]
-"""Rank, shard, step, kind: it could not give that."""
 
 
 class Restoring:
@@ -77,7 +67,9 @@ class Restoring:
         earlier: Memory | None,
         held: Held,
         history: plan.History,
+        say: Callable[[str], None],
     ) -> None:
+        self._say = say
         self._where = where
         self._meeting = meeting
         self._key = needs[0]
@@ -86,10 +78,12 @@ class Restoring:
         self._held = held
         self._offer = plan.Offer(where.rank, where.node, tuple(needs), tuple(held.holdings()), world=world, history=history)
         self._token = b""
+        self._device: torch.device | None = None
         self._kinds: list[str] = []
         self._touched = self._spoilt = False
         self.cards: dict[int, Card] = {}
         self.blobs: dict[str, bytes] = {}
+        self.took_s: dict[str, float] = {}
 
     @property
     def offers(self) -> dict[int, plan.Offer]:
@@ -105,21 +99,32 @@ class Restoring:
         """Do it. `room`: for the card, given this host's address. Raises plan.Contradiction, RecoveryError."""
         meeting = self._meeting
         self._token = meeting.from_first("token", os.urandom(TOKEN_BYTES))
-        server = Server(self._token, self._find)
+        server = Server(self._token, self._find, readable=True)
         with closing(server):
             host = own_address(os.environ.get(names.RANK0_ADDR, "127.0.0.1"))
-            self._meet(Card(self._offer, host, server.port, None if room is None else room(host)))
+            with self._timed("offers"):
+                self._device = bygroup.device_for(tensor for part in self._parts for _, tensor in part.leaves()[0])
+                kind = "" if self._device is None else self._device.type
+                self._meet(Card(self._offer, host, server.port, None if room is None else room(host), kind))
             made = self._carried_out()
             if isinstance(made, plan.Plan):
-                self._take_over(plan.needs(self._offer, made.world), made)
-            meeting.barrier()
+                with self._timed("take over"):
+                    self._take_over(made)
+            with self._timed("wait"):
+                meeting.barrier()
         if isinstance(made, plan.Plan):
-            return Restored(made.step, self._source(), made.why, made.history, made.world)
+            return Restored(made.step, self._source(), made.why, made.history, made.world, bool(made.members))
         if self._spoilt:
             raise RecoveryError(
                 f"what was to be restored is damaged, and the new objects with it; they have to be made again: {made.why}"
             )
         return Nothing(made.why, made.history)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self.took_s[phase] = self.took_s.get(phase, 0.0) + time.perf_counter() - began_s
 
     def _meet(self, card: Card) -> None:
         said = self._meeting.share("card", msgspec.msgpack.encode(card))
@@ -128,18 +133,18 @@ class Restoring:
     def _carried_out(self) -> plan.Plan | plan.Infeasible:
         """The plan that all ranks have done their parts of."""
         bad: set[Bad] = set()
+        fetching = Fetching(self._where.rank, self.cards, self._token, self._find, self._say)
         for attempt in range(MAX_PLANS):
             made = plan.make([_without(offer, bad) for offer in self.offers.values()])
             if isinstance(made, plan.Infeasible):
                 return made
             failed: set[Bad] = set()
-            if self._key not in {fetch.shard for fetch in made.of(self._where.rank)}:
-                assert self._earlier is not None, "the plan says that it is here"
-                self._touched, self._kinds = True, []
-                _take_live(self._earlier, self._parts)  # while others fetch from the same memory
             for wave in range(made.waves):
-                mine = self._fetched([fetch for fetch in made.of(self._where.rank) if fetch.wave == wave], made.step, bad)
-                said = self._meeting.share(f"done/{attempt}/{wave}", msgspec.msgpack.encode((self._touched, mine)))
+                with self._timed("fetch"):
+                    mine = self._anew(fetching, made, bad) if made.members and wave == 0 else []
+                    mine += self._fetched(fetching, made, wave, bad, f"group/{attempt}/{wave}")
+                with self._timed("wait"):
+                    said = self._meeting.share(f"done/{attempt}/{wave}", msgspec.msgpack.encode((self._touched, mine)))
                 told = [msgspec.msgpack.decode(text, type=tuple[bool, list[Bad]]) for text in said]
                 failed = {one for _, some in told for one in some}
                 self._spoilt |= any(touched for touched, _ in told)
@@ -153,87 +158,125 @@ class Restoring:
     def _find(self, name: str, step: int, kind: str) -> Shard | None:
         return self._held.whole(name, step, kind)
 
-    def _fetched(self, fetches: Sequence[plan.Fetch], step: int, bad: Container[Bad]) -> list[Bad]:
-        """Do these; what could not be had from anybody."""
-        for name in dict.fromkeys(fetch.shard for fetch in fetches):
-            pieces = [fetch for fetch in fetches if fetch.shard == name]
+    def _fetched(self, fetching: Fetching, made: plan.Plan, wave: int, bad: set[Bad], key: str) -> list[Bad]:
+        """This rank's part of a wave; what could not be had from anybody. `key`: to agree under."""
+        mine = [fetch for fetch in made.of(self._where.rank) if fetch.wave == wave]
+        failed = self._fetched_shard(fetching, made, wave, bad, key)
+        for name in dict.fromkeys(fetch.shard for fetch in mine if fetch.shard != self._key):
+            pieces = [fetch for fetch in mine if fetch.shard == name]
             tried: list[Bad] = []
-            layout = self._from_any(pieces[0], step, bad, tried, self._layout)
+            layout = fetching.layout(pieces[0], made.step, bad, tried) if not failed else None
             if layout is None:
-                return tried
-            if name == self._key:
-                self._touched, self._kinds = True, []
-                here, tensors = shard.place(layout, self._parts)
-            else:
-                tensors = [torch.empty(layout.nbytes, dtype=torch.uint8)]
-                here = Shard(layout, tensors)
-            for fetch in pieces:
-                if self._from_any(fetch, step, bad, tried, partial(self._fill, here)) is None:
-                    return tried
-            if name == self._key:
-                shard.install(layout, self._parts, tensors)
-            else:
-                self.blobs[name] = bytes(shard.view(tensors[0]))
+                return [*failed, *tried]
+            row = torch.empty(layout.nbytes, dtype=torch.uint8)
+            failed, _ = fetching.fill(pieces, made.step, Shard(layout, [row]), {*bad, *tried})
+            if failed:
+                return [*tried, *failed]
+            self.blobs[name] = bytes(shard.view(row))
+        return failed
+
+    def _fetched_shard(self, fetching: Fetching, made: plan.Plan, wave: int, bad: set[Bad], key: str) -> list[Bad]:
+        """The large one: through the group what it can bring, the rest by sockets. All ranks take part."""
+        pieces = [fetch for fetch in made.of(self._where.rank) if fetch.wave == wave and fetch.shard == self._key]
+        tried: list[Bad] = []
+        layout = fetching.layout(pieces[0], made.step, bad, tried) if pieces else None
+        here: Shard | None = None
+        tensors: list[torch.Tensor] = []
+        if layout is not None:
+            self._touched = True
+            here, tensors = shard.place(layout, self._parts)
+        came = self._by_group(made, wave, here, key)
+        for fetch in pieces:
+            if came.get(fetch) is False:
+                tried.append((fetch.source, fetch.shard, made.step, fetch.kind))
+                fetching.once(
+                    f"rank {self._where.rank} passes over rank {fetch.source}: {fetch.shard!r} arrived damaged (checksum)"
+                )
+        if here is None or layout is None:
+            return tried
+        left = [fetch for fetch in pieces if not came.get(fetch)]
+        failed, kinds = fetching.fill(left, made.step, here, {*bad, *tried})
+        if failed:
+            return [*tried, *failed]
+        shard.install(layout, self._parts, tensors)
+        self._kinds = [*kinds, *("live" for fetch in pieces if came.get(fetch))]
         return []
 
-    def _from_any(
-        self, fetch: plan.Fetch, step: int, bad: Container[Bad], tried: list[Bad], get: Callable[[plan.Fetch, int], T]
-    ) -> T | None:
-        """From the source of the plan; where that fails, from whoever else has it."""
-        others = [
-            (rank, holding.kind)
-            for rank, offer in sorted(self.offers.items())
-            for holding in offer.holdings
-            if (holding.shard, holding.step) == (fetch.shard, step)
+    def _anew(self, fetching: Fetching, made: plan.Plan, bad: Container[Bad]) -> list[Bad]:
+        """Make this rank's shard of another world's; what could not be had from anybody. Raises plan.Contradiction, RecoveryError."""
+        rank, tried = self._where.rank, list[Bad]()
+        new: reshard.New | None = None
+        for member in reshard.nearest_first(made.members, rank, self._where.world_size):
+            source, kind = self._near(member, made.step)
+            fetch = plan.Fetch(rank, member, source, kind, 0, 0)
+            layout = fetching.layout(fetch, made.step, bad, tried)
+            if layout is None:
+                return tried
+            if new is None:
+                self._touched, self._kinds = True, []
+                new = reshard.New(layout, self._parts, rank)
+            landings = new.landings(layout)
+            came = fetching.land(landings, fetch, made.step, bad, tried) if landings else "nothing"
+            if came is None:
+                return tried
+            self._kinds += [came] * len(landings)
+            if new.whole:
+                break
+        assert new is not None, "a family has members"
+        new.install(self._parts)
+        return []
+
+    def _near(self, name: str, step: int) -> tuple[int, plan.Kind]:
+        """Whom to ask first: this rank, its node, then others in turn."""
+        here, size = self._where, self._where.world_size
+        held = [(rank, h.kind) for rank, o in self.offers.items() for h in o.holdings if (h.shard, h.step) == (name, step)]
+
+        def far(one: tuple[int, plan.Kind]) -> tuple[bool, bool, bool, int]:
+            rank, kind = one
+            return kind == "tiered", rank != here.rank, self.offers[rank].node != here.node, (rank - here.rank) % size
+
+        return min(held, key=far)
+
+    def _by_group(self, made: plan.Plan, wave: int, here: Shard | None, key: str) -> dict[plan.Fetch, bool]:
+        """Which of a wave's fetches came through the process group, and did they come whole? All ranks call it."""
+        device = self._device
+        if device is None or any(card.device != device.type for card in self.cards.values()):
+            return {}
+        shards = {rank: offer.needs[0] for rank, offer in self.offers.items()}
+        live = [fetch for fetch in made.fetches if (fetch.wave, fetch.kind) == (wave, "live") and fetch.source != fetch.rank]
+        fetches = [fetch for fetch in live if fetch.shard == shards[fetch.rank]]
+        if not fetches:
+            return {}
+        rank = self._where.rank
+        held = {fetch.shard: self._find(fetch.shard, made.step, "live") for fetch in fetches if fetch.source == rank}
+        unready = [
+            number
+            for number, fetch in enumerate(fetches)
+            if (fetch.rank == rank and here is None) or (fetch.source == rank and held[fetch.shard] is None)
         ]
-        for rank, kind in dict.fromkeys([(fetch.source, fetch.kind), *others]):
-            one = rank, fetch.shard, step, kind
-            if one in bad or one in tried:
-                continue
-            try:
-                return get(msgspec.structs.replace(fetch, source=rank, kind=kind), step)
-            except TransferError:
-                tried.append(one)
-        return None
+        said = self._meeting.share(key, msgspec.msgpack.encode(unready))
+        without = {number for text in said for number in msgspec.msgpack.decode(text, type=list[int])}
+        going = [fetch for number, fetch in enumerate(fetches) if number not in without]
+        damaged = bygroup.exchange(rank, going, held, here, device)
+        return {fetch: fetch not in damaged for fetch in going}
 
-    def _layout(self, fetch: plan.Fetch, step: int) -> shard.Layout:
-        if fetch.source == self._where.rank:
-            return self._own(fetch, step).layout
-        with closing(self._peer(fetch.source)) as peer:
-            return peer.layout(fetch.shard, step, fetch.kind)
-
-    def _fill(self, here: Shard, fetch: plan.Fetch, step: int) -> bool:
-        if fetch.source == self._where.rank:
-            held = self._own(fetch, step)
-            for into, out in zip(here.range(fetch.start, fetch.stop), held.range(fetch.start, fetch.stop), strict=True):
-                into.copy_(out)
-        else:
-            with closing(self._peer(fetch.source)) as peer:
-                _into(peer, fetch, step, here)
-        if fetch.shard == self._key:
-            self._kinds.append(fetch.kind)
-        return True
-
-    def _own(self, fetch: plan.Fetch, step: int) -> Shard:
-        held = self._find(fetch.shard, step, fetch.kind)
-        if held is None:
-            raise TransferError(f"{fetch.shard!r} after step {step} is damaged here ({fetch.kind})", refused=True)
-        return held
-
-    def _peer(self, rank: int) -> Peer:
-        return Peer((self.cards[rank].host, self.cards[rank].port), self._token)
-
-    def _take_over(self, needs: Sequence[str], made: plan.Plan) -> None:
+    def _take_over(self, made: plan.Plan) -> None:
         """What this rank has itself at the plan's step."""
         fetched = {fetch.shard for fetch in made.of(self._where.rank)}
-        for name in needs:
+        for name in plan.needs(made.offer(self._offer), made.world):
             if name in fetched:
                 continue
             if name == self._key:
-                continue  # done while the others were fetching
+                assert self._earlier is not None, "the plan says that it is here"
+                self._kinds = []
+                for old, new in zip(self._earlier.parts, self._parts, strict=True):
+                    hand_over(old, new)
+                continue
             held = self._held.whole(name, made.step, "live")
             assert held is not None, "the plan says that it is here"
             self.blobs[name] = b"".join(bytes(shard.view(tensor)) for tensor in held.tensors)
+        if made.common:
+            self.blobs[f"common {self._key}"] = self.blobs[made.common]
 
     def _source(self) -> str:
         """Where most of the shard came from."""
@@ -249,19 +292,3 @@ class Restoring:
 def _without(offer: plan.Offer, bad: Container[Bad]) -> plan.Offer:
     holdings = tuple(held for held in offer.holdings if (offer.rank, held.shard, held.step, held.kind) not in bad)
     return msgspec.structs.replace(offer, holdings=holdings)
-
-
-def _into(peer: Peer, fetch: plan.Fetch, step: int, here: Shard) -> None:
-    places = here.range(fetch.start, fetch.stop)
-    staged = [place if place.device.type == "cpu" else torch.empty(place.numel(), dtype=torch.uint8) for place in places]
-    peer.fetch(fetch.shard, step, fetch.kind, fetch.start, fetch.stop, staged)
-    for place, stage in zip(places, staged, strict=True):
-        if stage is not place:
-            place.copy_(stage)
-
-
-def _take_live(earlier: Memory, parts: Sequence[Part]) -> None:
-    """Give the new objects what the earlier ones hold."""
-    for old, new in zip(earlier.parts, parts, strict=True):
-        found, skeleton = old.leaves()
-        new.install([tensor for _, tensor in found], skeleton)

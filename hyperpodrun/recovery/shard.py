@@ -7,13 +7,16 @@ Invariants: the row is the same wherever the layout is; only dense tensors are i
 """
 
 import ctypes
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from hyperpodrun.recovery import codec
+from hyperpodrun.recovery import boxes, codec
 from hyperpodrun.recovery.parts import Part, RecoveryError
 
 
@@ -25,10 +28,24 @@ class PartLayout(msgspec.Struct, frozen=True, array_like=True):
     skeleton: bytes
 
 
+class Kin(NamedTuple):
+    """What a rank's shard is one of: the `family` of that name with so many `members`, and which `rank` has it. See Layout."""
+
+    family: str = ""
+    members: int = 0
+    rank: int = 0
+
+
+NO_KIN = Kin()
+
+
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """What a shard looks like."""
+    """What a shard looks like. `family`: the name of the set of shards that are the whole state together ("": it cannot be cut
+    anew), and how many `members` that has."""
 
     parts: tuple[PartLayout, ...]
+    family: str = ""
+    members: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -64,21 +81,42 @@ class Shard:
     def range(self, start: int, stop: int) -> list[torch.Tensor]:
         """The bytes from `start` to `stop`, as flat uint8 tensors over the memory itself."""
         pieces = []
-        for offset, tensor in zip(self._offsets, self.tensors, strict=False):
+        place = max(0, bisect_right(self._offsets, start) - 1)
+        while place < len(self.tensors) and self._offsets[place] < stop:
+            offset, tensor = self._offsets[place], self.tensors[place]
             first, last = max(start, offset) - offset, min(stop, offset + tensor.numel()) - offset
             if first < last:
                 pieces.append(tensor[first:last])
+            place += 1
         return pieces
 
+    def cuts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """That range where tensors end: the same wherever the layout is."""
+        place = max(0, bisect_right(self._offsets, start) - 1)
+        ends = self._offsets[place : bisect_left(self._offsets, stop) + 1]
+        clipped = [(max(start, first), min(stop, last)) for first, last in pairwise(ends)]
+        return [(first, last) for first, last in clipped if first < last]
 
-def of(parts: Sequence[Part]) -> Shard:
+
+def of(parts: Sequence[Part], kin: Kin = NO_KIN) -> Shard:
     """The shard that these parts are now. Raises CodecError."""
-    layouts, tensors = [], []
+    layouts, tensors, family = [], [], kin.family
     for part in parts:
         found, skeleton = part.leaves()
-        layouts.append(PartLayout(part.name, tuple(codec.leaf_of(path, tensor) for path, tensor in found), skeleton))
+        spread = part.spread(kin.rank)
+        for path, tensor in found:
+            _, box = spread.get(path, ((), boxes.all_of(tensor.shape)))
+            if box is None or box.shape != tuple(tensor.shape):
+                family = ""
+        leaves = [_leaf(path, tensor, *spread.get(path, ((), None))) for path, tensor in found]
+        layouts.append(PartLayout(part.name, tuple(leaves), skeleton))
         tensors += [codec.dense(tensor) for _, tensor in found]
-    return Shard(Layout(tuple(layouts)), tensors)
+    return Shard(Layout(tuple(layouts), family, kin.members if family else 0), tensors)
+
+
+def _leaf(path: str, tensor: torch.Tensor, whole: tuple[int, ...], box: boxes.Box | None) -> codec.Leaf:
+    leaf = codec.leaf_of(path, tensor)
+    return leaf if box is None else msgspec.structs.replace(leaf, whole=whole, start=box.start)
 
 
 def place(layout: Layout, parts: Sequence[Part]) -> tuple[Shard, list[torch.Tensor]]:

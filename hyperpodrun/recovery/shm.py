@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
@@ -27,11 +27,12 @@ import xxhash
 
 from hyperpodrun.recovery.codec import CodecError
 from hyperpodrun.recovery.plan import History
-from hyperpodrun.recovery.shard import Layout, Shard
+from hyperpodrun.recovery.shard import Layout, Shard, view
 
 _HEAD = struct.Struct("<8sqQQQQ16s")
 _MAGIC_WHOLE, _MAGIC_TORN = b"HPRstat2", b"HPR-torn"
 _PAGE_BYTES = 4096
+_COPY_BYTES = 4 << 20
 VERSIONS, PARTING = (".0", ".1"), (".2", ".3", ".4")
 """Ends of the names of a shard's files: its versions, and what processes that were replaced have left (parting.py)."""
 
@@ -198,6 +199,35 @@ class HeapSlots(Slots):
 
     def _remove(self, path: str) -> None:
         self._maps.pop(path, None)
+
+
+def write_file(path: str, name: str, step: int, shard: Shard, history: History) -> Callable[[], None]:
+    """Copy a version into a file beside `path`; what is returned brings it to the disk and gives it its name. Both raise OSError."""
+    meta = msgspec.msgpack.encode(_Meta(name, shard.layout, history))
+    start = _aligned(_HEAD.size + len(meta))
+    state, at = xxhash.xxh3_128(), start
+    made = f"{path}.{os.getpid()}.new"
+    with open(
+        os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+b", buffering=0
+    ) as file:
+        for tensor in shard.tensors:
+            for first in range(0, tensor.numel(), _COPY_BYTES):
+                piece = tensor[first : first + _COPY_BYTES].cpu()
+                left = view(piece)
+                state.update(left)
+                while left:
+                    count = os.pwrite(file.fileno(), left, at)
+                    at, left = at + count, left[count:]
+        sizes, digest = (len(meta), start, at - start), state.digest()
+        os.pwrite(file.fileno(), _HEAD.pack(_MAGIC_WHOLE, step, *sizes, _sum(step, sizes, meta, digest), digest) + meta, 0)
+        os.ftruncate(file.fileno(), at)
+
+    def finish() -> None:
+        with open(made, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(made, path)
+
+    return finish
 
 
 def scan(folder: str) -> list[Version]:

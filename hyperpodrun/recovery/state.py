@@ -21,6 +21,7 @@ States: *new* (before `restore`), *between* updates, *inside* one (torn until it
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,7 +34,9 @@ from hyperpodrun.recovery.exchange import Exchange
 from hyperpodrun.recovery.held import Held, blob
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.parts import Part, RecoveryError, expected_bytes, part_of
-from hyperpodrun.recovery.restoring import Nothing, Restoring
+from hyperpodrun.recovery.restoring import Nothing, Restored, Restoring
+from hyperpodrun.recovery.tiered import EVERY, Tiered
+from hyperpodrun.recovery.tiered import found as stored_in
 from hyperpodrun.recovery.transfer import TOKEN_BYTES
 from hyperpodrun.recovery.versions import Room, Versions, found_by
 from hyperpodrun.recovery.where import Meeting, Where, look, ranks_of
@@ -50,7 +53,9 @@ class RecoverableState:
     (random states are replicated each step), "counter" (every generator is seeded per step from (`seed`, rank, step)) or False.
     `replica_group`: the ranks that hold the same parameters (None: all; a process group, or a list of ranks); DTensors know by
     themselves. `copies`: below 2, live objects only; else versions in the node's shared memory too, and as many buddies for
-    private state. `name` tells several states of one program apart.
+    private state. `tiered`: a folder, best one that all nodes share, in which the state is stored every `tiered_every` steps (None:
+    tiered.EVERY) and from which it comes where no memory holds it any more; None: stored checkpoints are the script's business, and
+    `restore` gives 0. `name` tells several states of one program apart.
 
     Raises TypeError for an object without state, ValueError for a bad option.
     """
@@ -66,12 +71,16 @@ class RecoverableState:
         rng: bool | str | None = True,
         replica_group: Any = None,
         copies: int = 2,
+        tiered: str | os.PathLike[str] | None = None,
+        tiered_every: int | None = None,
         seed: int = 0,
         name: str = "default",
         **others: Any,
     ) -> None:
         if copies < 0:
             raise ValueError(f"copies={copies}: a number of copies is expected")
+        if tiered_every is not None and (tiered is None or tiered_every < 1):
+            raise ValueError(f"tiered_every={tiered_every}: a number of steps is expected, and tiered=PATH with it")
         shared = {**_each("model", model), **_each("optimizer", optimizer)}
         shared |= {key: thing for key, thing in others.items() if isinstance(thing, torch.nn.Module | torch.optim.Optimizer)}
         things = {**_each("sampler", sampler), **{key: thing for key, thing in others.items() if key not in shared}}
@@ -85,6 +94,9 @@ class RecoverableState:
         self._private = private.Private(things, models, self._mode)
         self._group = replica_group
         self._copies = copies
+        self._path = "" if tiered is None else os.path.abspath(tiered)
+        self._tiered = Tiered(self._path, tiered_every or EVERY, self._say) if self._path else None
+        self._stores: list[str] = []
         self._seed = seed
         self._name = name
         self._where: Where | None = None
@@ -95,9 +107,11 @@ class RecoverableState:
         self._every, self._waits = 1, False
         self._checks = CHECKS
         self.restored_from = "fresh"
-        """Where the state came from: "own", "peer", "copy", "shm" or "fresh"."""
+        """Where the state came from: "own", "peer", "copy", "shm", "tiered" or "fresh"."""
         self.why = ""
         """The last restore in a sentence."""
+        self.took_s: dict[str, float] = {}
+        """Its seconds on this rank, by phase: "offers", "fetch" (from others), "wait" (for others), "take over" (what is here)."""
 
     # --- a restart
 
@@ -113,6 +127,8 @@ class RecoverableState:
         mine = self._memory = Memory(self._key(where), self._shared)
         if not where.launched:
             self.why = "not started by hyperpodrun: there is nothing to recover from"
+            if self._path:
+                self._say(f"this process was not started by hyperpodrun: nothing is read from {self._path} or stored there")
             self._seed_step(0)
             return 0
         meeting = Meeting(where, self._name)
@@ -120,19 +136,30 @@ class RecoverableState:
             mine.heap = earlier.heap
         if self._copies >= 2:
             token = meeting.from_first("versions", os.urandom(TOKEN_BYTES))
-            versions = self._versions = Versions(where, mine, self._copies, token, self._say)
-            mine.stop, mine.part = versions.close, versions.part
+            self._versions = Versions(where, mine, self._copies, token, self._say)
+            mine.part = self._versions.part
+        mine.stop = self._close
+        try:
+            return self._restored(where, meeting, earlier, mine)
+        except BaseException:
+            self._close()  # the next one has its own
+            raise
+
+    def _restored(self, where: Where, meeting: Meeting, earlier: Memory | None, mine: Memory) -> int:
         attempt = self._attempt(where, meeting, earlier)
         found = attempt.restore(None if self._versions is None else self._room)
-        self.why = found.why
+        self.why, self.took_s = found.why, attempt.took_s
         if isinstance(found, Nothing):
             step = -1
         else:
             step, self.restored_from = found.step, found.source
             self._install_small(attempt.blobs, step, found.world)
         mine.history = (*found.history, step)
+        if keys.is_of_one_state(self._models, ranks_of(self._group, where.world_size), where.world_size):
+            mine.kin = shard.Kin(*keys.family_of(offer.needs[0] for offer in attempt.offers.values()), where.rank)
         if earlier is not None:
             mine.take_over(earlier, step)
+            mine.before = earlier if isinstance(found, Restored) and found.anew else None
         mine.step = step
         memory.remember(self._name, mine)
         self._settle(meeting, step, attempt)
@@ -156,10 +183,14 @@ class RecoverableState:
         held.remembered(earlier)
         found = [] if self._copies < 2 else found_by(where, earlier)
         held.found(found, needs)
+        if self._path:
+            stored = stored_in(self._path, where.local_rank, where.local_world_size, needs)
+            held.found(stored, (), "tiered")
+            found += stored
         histories = [version.history for version in found] + ([earlier.history] if earlier is not None else [])
         history = max(histories, key=lambda history: (len(history), history), default=())
         world = 0 if self._private.empty else where.world_size
-        return Restoring(where, meeting, needs, world, self._shared, earlier, held, history)
+        return Restoring(where, meeting, needs, world, self._shared, earlier, held, history, self._say)
 
     def _key(self, where: Where) -> str:
         return keys.shard_key(self._models, ranks_of(self._group, where.world_size), where.rank, where.world_size)
@@ -194,19 +225,45 @@ class RecoverableState:
         if versions is not None:
             rooms = {rank: card.room for rank, card in attempt.cards.items() if card.room is not None}
             versions.begin(step, self._names(), attempt.offers, rooms, self._writes_shard)
+        if self._tiered is not None:
+            self._begin_tiered(self._tiered, step, attempt.offers)
         meeting.barrier()
+        mine.before = None
         counters.note_restored(step + 1)
-        mine.only({plan.private(rank, where.world_size) for rank in range(where.world_size)})
+        if versions is None:
+            mine.only({plan.private(rank, where.world_size) for rank in range(where.world_size)})
         self._seed_step(step + 1)
         if where.rank == 0 and step >= 0:
             self._say(f"step {step + 1} is next: {self.why}")
+
+    def _begin_tiered(self, stored: Tiered, step: int, offers: Mapping[int, plan.Offer]) -> None:
+        mine, where = self._memory, self._where
+        assert mine is not None and where is not None
+        of_rank: dict[int, list[str]] = {}
+        for rank in sorted(offers):
+            known = {name for names in of_rank.values() for name in names}
+            of_rank[rank] = [*self._privates(rank), *(name for name in offers[rank].needs if name not in known)]
+        of_node = [name for rank, names in of_rank.items() for name in names if offers[rank].node == where.node]
+        self._stores = of_rank[where.rank]
+        first = where.rank == min(rank for rank, offer in offers.items() if offer.node == where.node)
+        stored.begin(step, mine.history, {name for names in of_rank.values() for name in names}, of_node, first)
+
+    def _privates(self, rank: int) -> list[str]:
+        assert self._where is not None
+        return [] if self._private.empty else [plan.private(rank, self._where.world_size)]
+
+    def _close(self) -> None:
+        if self._versions is not None:
+            self._versions.close()
+        if self._tiered is not None:
+            self._tiered.close()
 
     def _names(self) -> list[str]:
         """What this rank writes of a version."""
         mine, where = self._memory, self._where
         assert mine is not None and where is not None
         of_node = [mine.key, *([f"common {mine.key}"] if self._common else [])] if self._writes_shard else []
-        return [*([] if self._private.empty else [plan.private(where.rank, where.world_size)]), *of_node]
+        return [*self._privates(where.rank), *of_node]
 
     # --- a step
 
@@ -222,6 +279,8 @@ class RecoverableState:
             raise RecoveryError(f"update({step}): step {mine.step} is committed already; steps have to grow")
         if self._versions is not None:
             self._versions.settle()
+        if self._tiered is not None:
+            self._tiered.settle()
         if self._common:
             self._look_for_changes_outside(mine)
         if self._where is not None and self._where.launched:
@@ -255,17 +314,19 @@ class RecoverableState:
         mine.step = step
         mine.torn = False
         if self._versions is not None:
-            self._versions.stepped(step, self._every, self._waits, lambda: self._made(step))
+            self._versions.stepped(step, self._every, self._waits, lambda: self._made(step, self._names()))
+        if self._tiered is not None and self._where is not None and self._where.launched and self._tiered.due(step):
+            self._tiered.store(step, self._made(step, self._stores))
         self._seed_step(step + 1)
         note_step(step)
 
-    def _made(self, step: int) -> dict[str, shard.Shard]:
+    def _made(self, step: int, names: Sequence[str]) -> dict[str, shard.Shard]:
         mine = self._memory
         assert mine is not None
         made = {}
-        for name in self._names():
+        for name in names:
             if name == mine.key:
-                made[name] = shard.of(self._shared)
+                made[name] = shard.of(self._shared, mine.kin)
             else:
                 kept = mine.common if name.startswith("common ") else mine.state(name)
                 made[name] = blob(name, kept.get(step) or b"")

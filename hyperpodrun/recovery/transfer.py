@@ -1,38 +1,42 @@
-"""Shards from one worker's memory into another's, over plain TCP, in place.
+"""Shards from one worker's memory into another's, in place: over plain TCP, or by the kernel on the same node.
 
 Theory. While a world recovers, each worker that has something listens (`Server`); whoever needs a range of a shard asks for it on a
 connection of its own (`Peer.fetch`) and receives straight into the memory where it belongs: neither side copies the row, no tensor is
 pickled, TCP is the flow control. After each CHUNK_BYTES a checksum follows that the sender takes from its memory and the receiver from
-its own.
+its own. A client that can read the server's memory itself (near.py) is told where the range lies, and only the checksums are sent.
 
     client                                server
       | token, Want ------------------------> |
       | <----------- Have(layout) or Refused  |
       | <----------- chunk, checksum, chunk … |
 
+      | Whose ------------------------------> |   once, by a client of the same node
+      | <------------------ Process, or none  |
+      | Want(near) -------------------------> |
+      | <---------- Have(regions), checksums  |
+
 Invariants: only who knows the job's token for this recovery is answered; a range is complete and correct when `fetch` returns, else it
 raises TransferError; closing the server ends its connections.
-Source: socket(7), sendmsg(2), recvmsg(2); xxHash (XXH3, 64 bit).
+Source: socket(7), sendmsg(2), recvmsg(2).
 """
 
+import ctypes
+import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
-import xxhash
 
+from hyperpodrun.recovery import checksum, near
 from hyperpodrun.recovery.shard import Layout, Shard, view
 
 CHUNK_BYTES = 1 << 20
 """Small enough to be in the processor's cache still when its checksum is taken."""
 TOKEN_BYTES = 16
 MAX_MESSAGE_BYTES = 1 << 28
-CONNECT_TIMEOUT_S = 10.0
-STALL_TIMEOUT_S = 60.0
-"""A peer that says nothing for so long is given up; one that dies is noticed at once (reset)."""
 _VIEWS_AT_ONCE = 512
 
 
@@ -44,20 +48,33 @@ class TransferError(RuntimeError):
         self.refused = refused
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes `start` to `stop` of a shard after `step`; none: its layout only."""
+class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
+    """Bytes `start` to `stop` of a shard after `step`; none: its layout only. `near`: the client reads them itself."""
 
     shard: str
     step: int
     kind: str
     start: int = 0
     stop: int = 0
+    near: bool = False
+
+
+class Whose(msgspec.Struct, frozen=True, array_like=True, tag="whose"):
+    """Which process is it?"""
+
+
+class Process(msgspec.Struct, frozen=True, array_like=True, tag="process"):
+    """This one, and the token lies there in its memory."""
+
+    pid: int
+    token_at: int
 
 
 class Have(msgspec.Struct, frozen=True, array_like=True, tag="have"):
-    """It comes; `layout` only where no bytes were asked for."""
+    """It comes; `layout` only where no bytes were asked for, `regions` only where they are read by the client."""
 
     layout: Layout | None = None
+    regions: tuple[near.Region, ...] | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -66,20 +83,27 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     reason: str
 
 
-_Reply = Have | Refused
+Request = Want | Whose
+Reply = Have | Process | Refused
 Find = Callable[[str, int, str], Shard | None]
 
 
 class Server:
-    """`find(shard, step, kind)` gives what is held here. Listens at `port` and serves from threads of its own until `close`."""
+    """`find(shard, step, kind)` gives what is held here. Listens at `port` and serves from threads of its own until `close`.
 
-    def __init__(self, token: bytes, find: Find, host: str = "", port: int = 0) -> None:
+    `readable`: workers of this node may read this process's memory meanwhile.
+    """
+
+    def __init__(self, token: bytes, find: Find, host: str = "", port: int = 0, readable: bool = False) -> None:
         self._token = token
+        self._secret = ctypes.create_string_buffer(token, TOKEN_BYTES) if readable else None
         self._find = find
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._closed = False
         self._listener = _listen(host, port)
+        if readable:
+            near.allow(True)
         self.port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, name="hyperpodrun-transfer", daemon=True)
         self._thread.start()
@@ -98,6 +122,8 @@ class Server:
                 pass  # not connected (any more)
         self._listener.close()
         self._thread.join()
+        if self._secret is not None:
+            near.allow(False)
 
     def _accept(self) -> None:
         while True:
@@ -114,10 +140,14 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            _tune(connection)
-            if bytes(_receive(connection, TOKEN_BYTES)) == self._token:
+            tune(connection)
+            if bytes(receive(connection, TOKEN_BYTES)) == self._token:
                 while True:
-                    self._answer(connection, msgspec.msgpack.decode(_message(connection), type=Want))
+                    request: Request = msgspec.msgpack.decode(message(connection), type=Request)
+                    if isinstance(request, Want):
+                        self._answer(connection, request)
+                    else:
+                        send(connection, msgspec.msgpack.encode(self._process()))
         except (OSError, EOFError, msgspec.DecodeError):
             pass  # the other side notices by itself, and asks somebody else
         finally:
@@ -128,72 +158,23 @@ class Server:
     def _answer(self, connection: socket.socket, want: Want) -> None:
         shard = self._find(want.shard, want.step, want.kind)
         if shard is None:
-            _send(connection, msgspec.msgpack.encode(Refused(f"no {want.kind} version of {want.shard!r} after step {want.step}")))
+            send(connection, msgspec.msgpack.encode(Refused(f"no {want.kind} version of {want.shard!r} after step {want.step}")))
         elif want.stop <= want.start:
-            _send(connection, msgspec.msgpack.encode(Have(shard.layout)))
+            send(connection, msgspec.msgpack.encode(Have(shard.layout)))
         elif want.start < 0 or want.stop > shard.nbytes:
-            _send(connection, msgspec.msgpack.encode(Refused(f"{want.shard!r} is {shard.nbytes} bytes long")))
+            send(connection, msgspec.msgpack.encode(Refused(f"{want.shard!r} is {shard.nbytes} bytes long")))
         else:
-            _send(connection, msgspec.msgpack.encode(Have()))
-            for start in range(want.start, want.stop, CHUNK_BYTES):
-                pieces = shard.range(start, min(start + CHUNK_BYTES, want.stop))
-                views = [view(piece if piece.device.type == "cpu" else piece.cpu()) for piece in pieces]
-                _send_views(connection, [*views, memoryview(_checksum(views))])
+            pieces = shard.range(want.start, want.stop)
+            is_near = want.near and self._secret is not None and all(piece.device.type == "cpu" for piece in pieces)
+            send(connection, msgspec.msgpack.encode(Have(regions=tuple(near.regions(pieces)) if is_near else None)))
+            for chunk in chunks(pieces):
+                views = [view(piece if piece.device.type == "cpu" else piece.cpu()) for piece in chunk]
+                send_views(connection, [*([] if is_near else views), memoryview(checksum.of_memory(views))])
 
-
-class Peer:
-    """A connection to another worker's server. Raises TransferError throughout; to be closed."""
-
-    def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        self._address = address
-        try:
-            self._connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
-            self._connection.settimeout(STALL_TIMEOUT_S)
-            _tune(self._connection)
-            self._connection.sendall(token)
-        except OSError as error:
-            raise self._failed(error) from error
-
-    def layout(self, shard: str, step: int, kind: str) -> Layout:
-        """What the shard there looks like."""
-        have = self._ask(Want(shard, step, kind))
-        if have.layout is None:
-            raise TransferError(f"{self._name()} gave no layout of {shard!r}")
-        return have.layout
-
-    def fetch(self, shard: str, step: int, kind: str, start: int, stop: int, into: Sequence[torch.Tensor]) -> None:
-        """Fill these flat uint8 tensors of the CPU, `stop - start` bytes in all."""
-        if sum(piece.numel() for piece in into) != stop - start:
-            raise ValueError("the place is not as long as the range")
-        self._ask(Want(shard, step, kind, start, stop))
-        try:
-            for views in _chunks([view(piece) for piece in into]):
-                expected = bytearray(8)
-                _receive_views(self._connection, [*views, memoryview(expected)])
-                if _checksum(views) != expected:
-                    raise TransferError(f"{shard!r} from {self._name()} arrived damaged (checksum)")
-        except (OSError, EOFError) as error:
-            raise self._failed(error) from error
-
-    def close(self) -> None:
-        """No more of it."""
-        self._connection.close()
-
-    def _ask(self, want: Want) -> Have:
-        try:
-            _send(self._connection, msgspec.msgpack.encode(want))
-            reply: _Reply = msgspec.msgpack.decode(_message(self._connection), type=_Reply)
-        except (OSError, EOFError, msgspec.DecodeError) as error:
-            raise self._failed(error) from error
-        if isinstance(reply, Refused):
-            raise TransferError(f"{self._name()}: {reply.reason}", refused=True)
-        return reply
-
-    def _failed(self, error: Exception) -> TransferError:
-        return TransferError(f"{self._name()}: {error or type(error).__name__}")
-
-    def _name(self) -> str:
-        return f"the worker at {self._address[0]}:{self._address[1]}"
+    def _process(self) -> Process | Refused:
+        if self._secret is None:
+            return Refused("its memory is not read by others")
+        return Process(os.getpid(), ctypes.addressof(self._secret))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -203,55 +184,57 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
 
 
-def _tune(connection: socket.socket) -> None:
+def tune(connection: socket.socket) -> None:
+    """Small messages do not wait for larger ones."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _checksum(views: Sequence[memoryview]) -> bytes:
-    state = xxhash.xxh3_64()
-    for piece in views:
-        state.update(piece)
-    return state.digest()
-
-
-def _chunks(views: Sequence[memoryview]) -> list[list[memoryview]]:
-    """The views cut into stretches of CHUNK_BYTES, as the sender cuts them."""
-    chunks: list[list[memoryview]] = [[]]
+def chunks(pieces: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Flat tensors in stretches of CHUNK_BYTES, the same on both sides."""
+    chunk: list[torch.Tensor] = []
     room = CHUNK_BYTES
-    for piece in views:
-        while len(piece):
+    for piece in pieces:
+        at = 0
+        while at < piece.numel():
+            taken = piece[at : at + room]
+            chunk.append(taken)
+            at, room = at + taken.numel(), room - taken.numel()
             if not room:
-                chunks.append([])
-                room = CHUNK_BYTES
-            chunks[-1].append(piece[:room])
-            room, piece = room - len(piece[:room]), piece[room:]
-    return chunks
+                yield chunk
+                chunk, room = [], CHUNK_BYTES
+    if chunk:
+        yield chunk
 
 
-def _send(connection: socket.socket, message: bytes) -> None:
+def send(connection: socket.socket, message: bytes) -> None:
+    """A message, with its length before it."""
     connection.sendall(struct.pack("<I", len(message)) + message)
 
 
-def _message(connection: socket.socket) -> bytearray:
-    (size,) = struct.unpack("<I", _receive(connection, 4))
+def message(connection: socket.socket) -> bytearray:
+    """The next one. Raises EOFError, OSError."""
+    (size,) = struct.unpack("<I", receive(connection, 4))
     if size > MAX_MESSAGE_BYTES:
         raise EOFError("a message longer than any")
-    return _receive(connection, size)
+    return receive(connection, size)
 
 
-def _receive(connection: socket.socket, size: int) -> bytearray:
+def receive(connection: socket.socket, size: int) -> bytearray:
+    """So many bytes. Raises EOFError, OSError."""
     text = bytearray(size)
-    _receive_views(connection, [memoryview(text)])
+    receive_views(connection, [memoryview(text)])
     return text
 
 
-def _send_views(connection: socket.socket, views: Sequence[memoryview]) -> None:
+def send_views(connection: socket.socket, views: Sequence[memoryview]) -> None:
+    """All of these, in order."""
     left = [piece for piece in views if len(piece)]
     while left:
         _advance(left, connection.sendmsg(left[:_VIEWS_AT_ONCE]))
 
 
-def _receive_views(connection: socket.socket, views: Sequence[memoryview]) -> None:
+def receive_views(connection: socket.socket, views: Sequence[memoryview]) -> None:
+    """Fill all of these, in order. Raises EOFError, OSError."""
     left = [piece for piece in views if len(piece)]
     while left:
         count = connection.recvmsg_into(left[:_VIEWS_AT_ONCE])[0]

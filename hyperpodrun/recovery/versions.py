@@ -3,6 +3,8 @@
 Theory. pace.py says after which steps, nodestate.py writes, placement.py says who keeps copies for whom, copies.py fetches them. This
 file puts them together for one life of the training function.
 
+When the second version of a life begins, the first one is whole everywhere: only then goes what was kept for another world.
+
 Invariants: between `begin` and `close`, versions of two steps are never under way at once.
 """
 
@@ -45,6 +47,8 @@ class Versions:
         self._node = NodeState(self.folder, mine.heap, say)
         self._copies = Copies(token, self._node.version, self._slots_of, say)
         self._roomy = True
+        self._in_use: set[str] = set()
+        self._count = 0
         self._made: int | None = None
         """The step of the newest version."""
         self._whole: int | None = None
@@ -74,6 +78,7 @@ class Versions:
         self._roomy = self._where.node not in cramped
         sent = offers[rank].needs if any(place.owner == rank for place in places) else ()
         self._node.begin(step, history, names, sent, self._roomy)
+        self._in_use = _in_use(self._where, offers, places)
         addresses = {other: (room.host, room.port) for other, room in rooms.items()}
         wards = [(name, addresses[p.owner]) for p in places if p.buddy == rank for name in offers[p.owner].needs]
         self._copies.begin(wards, bool(sent), history)
@@ -129,6 +134,10 @@ class Versions:
         if not self.pace.due(step, every, waits):
             return
         self.pace.cost(self._node.cost_s + self._copies.cost_s)
+        self._count += 1
+        if self._count == 2:
+            self._node.only(self._in_use)
+            self._mine.only({plan.private(rank, self._where.world_size) for rank in range(self._where.world_size)})
         self._made = step
         self._mine.pin(step)
         self._node.write(step, {} if self._node.off else made(), self.pace.step_s)
@@ -148,6 +157,15 @@ def found_by(where: Where, earlier: Memory | None) -> list[shm.Version]:
     heap = {} if earlier is None else earlier.heap
     on_node = shm.scan(node_state.folder_of(where.job_id, where.node))
     return [*on_node, *(version for slots in heap.values() for version in slots.found())]
+
+
+def _in_use(where: Where, offers: Mapping[int, plan.Offer], places: Sequence[placement.Place]) -> set[str]:
+    """The shards of which this node has versions in this world: its own ranks', and those that it keeps copies of."""
+    ranks = {rank for rank, offer in offers.items() if offer.node == where.node}
+    owners = {place.owner for place in places if place.buddy in ranks}
+    return {plan.private(rank, where.world_size) for rank in ranks} | {
+        name for rank in ranks | owners for name in offers[rank].needs
+    }  # fmt: skip
 
 
 def _needed(node: str, offers: Mapping[int, plan.Offer], rooms: Mapping[int, Room]) -> int:

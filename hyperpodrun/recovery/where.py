@@ -27,6 +27,7 @@ class Where(msgspec.Struct, frozen=True):
     job_id: str
     generation: str
     launched: bool
+    local_world_size: int = 1
 
 
 def look() -> Where:
@@ -39,6 +40,7 @@ def look() -> Where:
         job_id=os.environ.get(names.JOB_ID, ""),
         generation=os.environ.get(names.GENERATION, ""),
         launched=names.GENERATION in os.environ,
+        local_world_size=max(1, _number(names.LOCAL_WORLD_SIZE, 1)),
     )
 
 

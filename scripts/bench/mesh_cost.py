@@ -2,8 +2,9 @@
 
 Two agents' worth of the real thing without the agents: the sender encodes a heartbeat as the mesh driver does and hands it to
 its Transport; the receiver's Transport decodes it and gives it to a settled `Node`. Heartbeats come one at a time with a pause
-(`apart`: each wakes both processes up, as in an idle mesh) or as fast as the receiver takes them (`in a row`: what a roll call of
-a large job is made of). CPU time is the kernel's, with ZeroMQ's own thread.
+(`apart`: each wakes both processes up, as in an idle mesh), as fast as the receiver takes them over one connection (`in a row`), or
+one from each of many peers at once (`in a burst`: what a roll call of a large job is made of). CPU time is the kernel's, with
+ZeroMQ's own thread.
 """
 
 import multiprocessing
@@ -23,6 +24,8 @@ from hyperpodrun.agent.transport.transport import Transport
 from hyperpodrun.agent.wire.mesh import Heartbeat, Member, Message, View, Vote
 
 RECEIVED = "one heartbeat in a row: receiver, CPU us"
+BURST = "one heartbeat in a burst: receiver, CPU us"
+PEERS = 64
 ASSUMED_US = 30.0
 """Where this part was left out."""
 APART_S = 0.005
@@ -81,10 +84,37 @@ def receive(pipe: Connection) -> None:
         transport.close()
 
 
-def measure(count: int) -> dict[str, float]:
-    """Figures in microseconds of CPU time a heartbeat; `count` heartbeats in a row, a tenth of it apart."""
+def sender(reactor: Reactor, name: str, incarnation: int) -> Transport:
+    """One peer's end."""
+    return Transport(
+        reactor, identity=Identity(name, incarnation), label=job_label("bench"), version=1, on_message=lambda *_: None,
+        on_lost=lambda _who: None, say=print, bind_hosts=("127.0.0.1",), advertise=("127.0.0.1",),
+    )  # fmt: skip
+
+
+def connect(reactor: Reactor, transports: list[Transport], address: str) -> None:
+    """To the receiver, each."""
     from hyperpodrun.agent.transport.addresses import parse_address
 
+    for transport in transports:
+        transport.connect("a", [parse_address(address)])
+    end_s = time.monotonic() + LIMIT_S
+    while not all(transport.is_up("a") for transport in transports) and time.monotonic() < end_s:
+        reactor.turn(0.1)
+
+
+def taken(ours: Connection, many: int) -> float:
+    """CPU seconds that `many` heartbeats took the receiver."""
+    if not ours.poll(LIMIT_S):
+        raise BenchmarkError("the receiver did not receive")
+    heard, received_s = ours.recv()
+    if heard < many:
+        raise BenchmarkError(f"{heard} of {many} heartbeats came")
+    return float(received_s)
+
+
+def measure(count: int) -> dict[str, float]:
+    """Figures in microseconds of CPU time a heartbeat; `count` heartbeats in a row, a tenth of it apart, a fifth in bursts."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=receive, args=(theirs,), daemon=True)
@@ -94,40 +124,43 @@ def measure(count: int) -> dict[str, float]:
         process.kill()
         raise BenchmarkError("the receiver did not start")
     reactor = Reactor()
-    transport = Transport(
-        reactor, identity=Identity("b", 2), label=job_label("bench"), version=1, on_message=lambda *_: None,
-        on_lost=lambda _who: None, say=print, bind_hosts=("127.0.0.1",), advertise=("127.0.0.1",),
-    )  # fmt: skip
+    transports = [sender(reactor, "b", 2)]
     encode = msgspec.msgpack.Encoder().encode
     view, digest = world()
     beat = Heartbeat(brief_of(view, digest, True))
     figures: dict[str, float] = {}
     try:
-        transport.connect("a", [parse_address(ours.recv())])
-        end_s = time.monotonic() + LIMIT_S
-        while not transport.is_up("a") and time.monotonic() < end_s:
-            reactor.turn(0.1)
+        address = ours.recv()
+        connect(reactor, transports, address)
         for name, many, apart_s in (("apart", max(200, count // 10), APART_S), ("in a row", count, 0.0)):
             ours.send(many)
             ours.recv()
             began_s, sent = time.process_time(), 0
             while sent < many:
-                if transport.send("a", encode(Envelope(2, beat))):
+                if transports[0].send("a", encode(Envelope(2, beat))):
                     sent += 1
                 else:
                     reactor.turn(0.001)  # the queue is full
                 if apart_s:
                     time.sleep(apart_s)
-            if not ours.poll(LIMIT_S):
-                raise BenchmarkError("the receiver did not receive")
-            heard, received_s = ours.recv()
-            if heard < many:
-                raise BenchmarkError(f"{heard} of {many} heartbeats came")
+            received_s = taken(ours, many)
             figures[f"one heartbeat {name}: sender, CPU us"] = 1e6 * (time.process_time() - began_s) / sent
-            figures[f"one heartbeat {name}: receiver, CPU us"] = 1e6 * received_s / heard
+            figures[f"one heartbeat {name}: receiver, CPU us"] = 1e6 * received_s / many
+        transports += (sender(reactor, f"p{place}", 2) for place in range(PEERS))
+        connect(reactor, transports[1:], address)
+        received_s, bursts = 0.0, max(10, count // 5 // PEERS)
+        for _ in range(bursts):
+            ours.send(PEERS)
+            ours.recv()
+            for transport in transports[1:]:
+                if not transport.send("a", encode(Envelope(2, beat))):
+                    raise BenchmarkError("a burst could not be sent")
+            received_s += taken(ours, PEERS)
+        figures[BURST] = 1e6 * received_s / bursts / PEERS
         ours.send(None)
     finally:
-        transport.close()
+        for transport in transports:
+            transport.close()
         process.join(5)
         if process.is_alive():
             os.kill(process.pid or 0, 9)

@@ -103,6 +103,8 @@ class Job:
         self._limit_s = limit_s
         self._starts = 0
         self._read: dict[Path, int] = {}
+        self._words: list[Up] = []
+        self._folders: list[tuple[Path, int]] = []
         (folder / "worker.py").write_text(worker)
 
     def start(self, node: int) -> float:
@@ -110,6 +112,7 @@ class Job:
         self._starts += 1
         own = self.folder / f"{node}.{self._starts}"
         own.mkdir()
+        self._folders.append((own, node))
         status = {"HYPERPODRUN_STATUS_FILE": str(own / "status")}
         launcher = self.launcher._replace(environment={**self.launcher.environment, **status})
         run = Run(launcher, own, [*self._arguments(node), str(self.folder / "worker.py")], self._limit_s)
@@ -124,15 +127,24 @@ class Job:
     def look(self) -> None:
         """Read what the agents have said since the last look."""
         for node, run in self.nodes.items():
-            path = run.output_path
-            if (size := path.stat().st_size) > (begin := self._read.get(path, 0)):
-                with path.open("rb") as file:
-                    file.seek(begin)
-                    text = file.read(size - begin)
-                whole = text.rfind(b"\n") + 1
-                self._read[path] = begin + whole
+            if text := self._more(run.output_path):
                 now_s = time.monotonic()
-                self.decisions += (Decision(now_s, node, int(number)) for number in VIEW.findall(text[:whole]))
+                self.decisions += (Decision(now_s, node, int(number)) for number in VIEW.findall(text))
+
+    def _more(self, path: Path) -> bytes:
+        """Whole lines that were written to a file since the last call; b"" where there is none."""
+        begin = self._read.get(path, 0)
+        try:
+            if path.stat().st_size <= begin:
+                return b""
+        except FileNotFoundError:
+            return b""
+        with path.open("rb") as file:
+            file.seek(begin)
+            text = file.read()
+        whole = text.rfind(b"\n") + 1
+        self._read[path] = begin + whole
+        return text[:whole]
 
     def until(self, look: Callable[[], T | None], what: str, limit_s: float) -> T:
         """Wait until `look` returns something; after `limit_s` it is an error that shows the end of every node's output."""
@@ -150,13 +162,11 @@ class Job:
 
     def words(self) -> list[Up]:
         """What the workers have written so far, in no order."""
-        found = []
-        for path in self.folder.glob("*/events"):
-            node = int(path.parent.name.partition(".")[0])
-            for line in path.read_text().splitlines():
+        for own, node in self._folders:
+            for line in self._more(own / "events").splitlines():
                 word = json.loads(line)
-                found.append(Up(word["what"], word["at_s"], word["rank"], word["pid"], tuple(word["world"]), node))
-        return found
+                self._words.append(Up(word["what"], word["at_s"], word["rank"], word["pid"], tuple(word["world"]), node))
+        return self._words
 
     def up(self, sizes: tuple[int, ...], since_s: float, limit_s: float) -> tuple[float, list[Up]]:
         """When all ranks of the first world of one of these sizes that started after `since_s` were up, and they by rank."""
@@ -207,9 +217,20 @@ class Job:
         return at_s
 
     def close(self) -> None:
-        """End everything of this job."""
+        """End everything of this job, all nodes at one stroke: else those that are left would begin to look for the others."""
+        for pid in marked(*(run.mark for run in self.nodes.values())):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        errors = []
         for run in self.nodes.values():
-            run.sweep()
+            try:
+                run.sweep()
+            except BenchmarkError as error:
+                errors.append(str(error))
+        if errors:
+            raise BenchmarkError("\n".join(errors))
 
 
 @contextmanager

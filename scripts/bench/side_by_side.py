@@ -137,9 +137,9 @@ def leave(name, number):
 """
 
 
-def marked(mark: str) -> list[int]:
-    """Live processes with this mark in their environment."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+def marked(*marks: str) -> list[int]:
+    """Live processes with one of these marks in their environment."""
+    wanted, found = [f"{MARK}={mark}".encode() for mark in marks], []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -147,7 +147,7 @@ def marked(mark: str) -> list[int]:
             environment = Path(f"/proc/{entry}/environ").read_bytes()
         except OSError:  # it has ended, or it is not ours
             continue
-        if wanted in environment:
+        if any(word in environment for word in wanted):
             found.append(int(entry))
     return found
 

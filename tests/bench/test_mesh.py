@@ -44,6 +44,16 @@ def test_what_does_not_happen_is_an_error_with_the_outputs() -> None:
         running.up((2,), running.start(0), 0.3)
 
 
+def test_simulated_figures_are_one_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["mesh_simulated.py", "--nodes", "4,6", "--received-us", "20"])
+    mesh_simulated.main()
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in rows[0]] == ["nodes", "4", "6"]
+    names = [row[0].strip() for row in rows[2:]]
+    assert "one lost -> decided, s after detection" in names and len(names) == len(set(names)) == 13
+    assert all(float(cell) > 0 for row in rows[2:] for cell in row[1:])
+
+
 def test_simulated_figures_have_the_names_of_their_targets() -> None:
     figures = mesh_simulated.measure(6, received_us=20)
     for what in ("one lost", "a third lost"):

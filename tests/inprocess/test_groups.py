@@ -1,5 +1,6 @@
 """Real gloo groups: what blocks in them is freed, exactly their connections are ended, nothing grows."""
 
+import statistics
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -204,23 +205,41 @@ def test_nothing_grows(agent_of: Callable[..., FakeAgent]) -> None:
     body = """
     loader = torch.utils.data.DataLoader([1, 2, 3, 4], num_workers=1 if g % 20 == 0 else 0)
     next(iter(loader))
-    kept.append(None)
     big = torch.ones(1 << 20)
-    pages = int(open("/proc/self/statm").read().split()[1])
-    say("counted", g, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages // 256, len(os.listdir("/dev/shm")))
+    files, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+    say("counted", g, files, threads, allocated() >> 20, len(gc.get_objects()), len(os.listdir("/dev/shm")))
     if g < 200:
         if r == g % 2: raise ValueError
         dist.all_reduce(x)
+    below = inspect.getclosurevars(sys.excepthook).nonlocals["old_hook"]
+    say("hooked", sys.excepthook.__name__, below.__name__)
     """
-    agent.start(script(UP + textwrap.dedent(body) + DOWN, head="import torch.utils.data\nkept = []\n"))
+    head = """
+    import ctypes, gc, inspect
+    import torch.utils.data
+    class Heap(ctypes.Structure):  # mallinfo2(3)
+        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Heap
+    def allocated():
+        heap = mallinfo2()
+        return heap.uordblks + heap.hblkhd
+    """
+    agent.start(script(UP + textwrap.dedent(body) + DOWN, head=textwrap.dedent(head)))
     agent.play(patience_s=250)
     ended_well(agent, 200)
     for rank in range(2):
-        counted = [list(map(int, line.split()[1:])) for line in agent.lines(rank) if line.startswith("counted")]
-        assert counted[-1][0] == 200 and len(counted) > 100  # a rank may be told of the other's fault before it counts
+        *_, hooks, _ = agent.lines(rank)
+        assert hooks == "hooked _distributed_excepthook excepthook"  # torch's, once
+        rows = [line.split()[1:] for line in agent.lines(rank) if line.startswith("counted")]
+        counted = [list(map(int, row)) for row in rows if len(row) == 6]  # a rank may be told of the other's fault in mid-line
+        assert counted[-1][0] == 200 and len(counted) > 100  # or before it counts
         early, late = counted[30:50], counted[-20:]
-        for column, slack in ((1, 0), (2, 0), (3, 8)):
-            assert max(one[column] for one in late) <= max(one[column] for one in early) + slack, (column, early, late)
+        # What grows has grown in most of the late ones; a single one may still see the end of the groups before it.
+        for column, slack in ((1, 0), (2, 0), (3, 1), (4, 100)):
+            usual = statistics.median(one[column] for one in late)
+            assert usual <= max(one[column] for one in early) + slack, (column, early, late)
 
 
 def test_nccl_groups_are_aborted_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,3 +99,10 @@ def test_nobody_forms_a_world_who_heard_of_one() -> None:
 def test_few_are_greeted_when_there_are_many() -> None:
     config = MeshConfig(slots=100, min_nodes=60, max_nodes=100, roster=tuple(f"n{i:02}" for i in range(100)), first_contact="n00")
     assert len(boot(config, "n50").hellos(0, NOWHERE, Member("n50", 1))) == 9
+
+
+def test_slots_are_those_of_the_launch_and_all_ever_met_in_a_view_but_ones_own() -> None:
+    made = boot(FIRST, "b")
+    made.settle(("b", "c", "x"))
+    made.settle(("b", "y"))
+    assert made.slots() == ("a", "c", "x", "y")

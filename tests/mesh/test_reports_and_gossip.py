@@ -6,7 +6,7 @@ from hyperpodrun.agent.mesh.config import MS, MeshConfig
 from hyperpodrun.agent.mesh.gossip import Gossip
 from hyperpodrun.agent.mesh.history import History, follows, linked
 from hyperpodrun.agent.mesh.reports import Reports
-from hyperpodrun.agent.mesh.view import digest_of
+from hyperpodrun.agent.mesh.view import digest_of, incarnations
 from hyperpodrun.agent.wire.mesh import Alert, Member, Report, View
 
 CONFIG = MeshConfig(slots=4, min_nodes=1, max_nodes=4)
@@ -15,7 +15,7 @@ VIEW = View("c", 0, 1, 3, "p", tuple(Member(n, 1, "active") for n in "abc"), "a"
 
 def table(view: View = VIEW) -> Reports:
     made = Reports(CONFIG)
-    made.adopt(view)
+    made.adopt(view, incarnations(tuple(member.source for member in view.members)))
     return made
 
 
@@ -31,8 +31,16 @@ def test_a_view_that_dealt_with_a_report_forgets_it() -> None:
     reports = table()
     reports.apply(5, Report("failed", ("a", 1), 3))
     reports.apply(5, Report("leaving", ("b", 1), 3))
-    reports.adopt(msgspec.structs.replace(VIEW, generation=4))
+    reports.adopt(msgspec.structs.replace(VIEW, generation=4), dict.fromkeys("abc", 1))
     assert reports.of("failed") == () and reports.nodes("leaving") == {"b"}
+
+
+def test_a_report_about_another_incarnation_is_about_nobody_here_but_for_a_slot_that_is_gone_for_good() -> None:
+    reports = table()
+    assert not reports.apply(5, Report("leaving", ("b", 2), 3))
+    assert not reports.apply(5, Report("dead", ("b", 2)))
+    assert reports.apply(5, Report("dead", ("z", 2)))
+    assert not reports.apply(5, Report("join", ("b", 1), member=Member("b", 1)))
 
 
 def test_some_finished_ask_for_nothing_and_all_do() -> None:

@@ -75,9 +75,7 @@ def build():
     elif layout == "tp":
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "3": RowwiseParallel()})
-        model[1].register_forward_hook(lambda m, i, o: o.to_local() if hasattr(o, "to_local") else o)
-        model[2].register_forward_hook(lambda m, i, o: o)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     torch.manual_seed(100 + rank)
@@ -143,6 +141,8 @@ SCENARIOS: dict[str, tuple[str, int, list[str]]] = {
         "life(0, 5)\nif rank in (1, 2): flip()\nif rank == 1: lose(node=False)\ntwice(1)", 0, ["fresh"] * 4),
     "hsdp undisturbed": ("", 0, ["fresh"] * 4),
     "hsdp a node is lost": ("life(0, 8, 'backward')\nif rank == 1: lose()", 8, ["own", "peer", "own", "own"]),
+    "tp undisturbed": ("", 0, ["fresh"] * 4),
+    "tp a node is lost": ("life(0, 8, 'backward')\nif rank == 1: lose()", 7, ["shm", "copy", "shm", "shm"]),
     "hsdp both replicas are lost": ("life(0, 8)\nif rank in (1, 3): lose()", 0, ["fresh"] * 4),
 }  # fmt: skip
 

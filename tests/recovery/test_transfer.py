@@ -1,5 +1,7 @@
 """Ranges of shards arrive in place and whole, or an error says so."""
 
+import ctypes
+import errno
 import socket
 import struct
 from collections.abc import Iterator
@@ -8,8 +10,9 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
-from hyperpodrun.recovery import codec, shard, transfer
-from hyperpodrun.recovery.transfer import CHUNK_BYTES, Peer, Server, TransferError
+from hyperpodrun.recovery import codec, near, shard, transfer
+from hyperpodrun.recovery.peer import Peer
+from hyperpodrun.recovery.transfer import CHUNK_BYTES, Server, TransferError
 
 TOKEN = b"t" * 16
 
@@ -81,7 +84,7 @@ def test_noise_hurts_nobody(server: Server, peer: Peer, noise: bytes) -> None:
 
 
 def test_a_damaged_chunk_is_never_taken(held: shard.Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = transfer._send_views
+    whole = transfer.send_views
 
     def flip_one_bit(connection: socket.socket, views: list[memoryview]) -> None:
         copies = [bytearray(piece) for piece in views]
@@ -90,9 +93,61 @@ def test_a_damaged_chunk_is_never_taken(held: shard.Shard, monkeypatch: pytest.M
 
     server = Server(TOKEN, lambda *_: held, "127.0.0.1")
     with closing(server), closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
-        monkeypatch.setattr(transfer, "_send_views", flip_one_bit)
+        monkeypatch.setattr(transfer, "send_views", flip_one_bit)
         with pytest.raises(TransferError, match=r"arrived damaged \(checksum\)"):
             peer.fetch("model", 7, "live", 0, 5, [torch.zeros(5, dtype=torch.uint8)])
+
+
+@pytest.fixture
+def near_peer(held: shard.Shard) -> Iterator[Peer]:
+    server = Server(TOKEN, lambda *_: held, "127.0.0.1", readable=True)
+    with closing(server), closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
+        yield peer
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, -1), (3, 9), (CHUNK_BYTES - 3, 3 * CHUNK_BYTES + 5)])
+def test_memory_of_the_same_node_is_read_without_the_socket(
+    near_peer: Peer, held: shard.Shard, monkeypatch: pytest.MonkeyPatch, start: int, stop: int
+) -> None:
+    stop = stop % (held.nbytes + 1)
+    into = [torch.zeros(7, dtype=torch.uint8)[:0], *torch.zeros(stop - start, dtype=torch.uint8).split(2_000_001)]
+    assert near_peer.come_near() == ""
+    sent: list[int] = []
+    whole = transfer.send_views
+    monkeypatch.setattr(transfer, "send_views", lambda c, views: (sent.append(sum(map(len, views))), whole(c, views)))
+    near_peer.fetch("model", 7, "live", start, stop, into)
+    assert torch.equal(torch.cat(into), torch.cat(held.range(start, stop)))
+    assert sum(sent) == 8 * len(sent)
+
+
+def test_a_bit_that_flips_in_reading_is_noticed(near_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert near_peer.come_near() == ""
+    read = near.read
+
+    def flip_one_bit(pid: int, there: list[near.Region], here: list[near.Region]) -> None:
+        read(pid, there, here)
+        ctypes.c_ubyte.from_address(here[0][0]).value ^= 4
+
+    monkeypatch.setattr(near, "read", flip_one_bit)
+    with pytest.raises(TransferError, match=r"arrived damaged \(checksum\)"):
+        near_peer.fetch("model", 7, "live", 0, 5, [torch.zeros(5, dtype=torch.uint8)])
+
+
+def test_memory_that_is_closed_leaves_the_socket(
+    server: Server, peer: Peer, near_peer: Peer, held: shard.Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "not read by others" in peer.come_near()
+    monkeypatch.setattr(near, "_readv", lambda *_: (ctypes.set_errno(errno.EPERM), -1)[1])
+    assert near_peer.come_near() == "Operation not permitted"
+    for one in (peer, near_peer):
+        into = torch.zeros(held.nbytes, dtype=torch.uint8)
+        one.fetch("model", 7, "live", 0, held.nbytes, [into])
+        assert torch.equal(into, torch.cat(held.tensors))
+
+
+def test_another_process_of_that_number_is_not_taken_for_the_holder(near_peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_peer, "_token", b"u" * 16)
+    assert near_peer.come_near() == "it is another process here"
 
 
 def test_a_server_that_ends_is_an_error_at_once(server: Server, peer: Peer) -> None:
