@@ -192,8 +192,9 @@ class Cluster:
         """Another one takes over, by decision: it may save what it has."""
         known = memory.of(process.name)
         if known is not None:
-            known.stop()
-            known.part()
+            task = self.start(process, lambda: (known.stop(), known.part()), background=True)
+            while not task.over:
+                self._give(self.chance.choice([one for one in self.tasks if self._ready(one)]))
         self.end(process)
 
     # --- running
