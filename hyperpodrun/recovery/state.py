@@ -139,6 +139,13 @@ class RecoverableState:
             self._versions = Versions(where, mine, self._copies, token, self._say)
             mine.part = self._versions.part
         mine.stop = self._close
+        try:
+            return self._restored(where, meeting, earlier, mine)
+        except BaseException:
+            self._close()  # the next one has its own
+            raise
+
+    def _restored(self, where: Where, meeting: Meeting, earlier: Memory | None, mine: Memory) -> int:
         attempt = self._attempt(where, meeting, earlier)
         found = attempt.restore(None if self._versions is None else self._room)
         self.why, self.took_s = found.why, attempt.took_s

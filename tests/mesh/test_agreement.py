@@ -136,6 +136,39 @@ def test_a_spent_tiebreak_alone_is_no_quorum() -> None:
     assert proposer.spent and sent(proposer.propose(0), Accept) == [] and proposer.phase == "roll"
 
 
+FOUR = View("c", 0, 1, 0, "p", tuple(Member(n, 1, "active") for n in "abcd"), "a", ("a", "b", "c", "d"), "run")
+
+
+def half(spent: bool = False) -> tuple[Agreement, list[Effect]]:
+    """b proposes among four, and of the others only a answers, whose tiebreak makes a quorum of the two."""
+    proposer = agreement("b")
+    proposer._council.is_quorum = lambda nodes, spent: is_quorum(FOUR, nodes, "a" not in spent)  # type: ignore[method-assign]
+    ballot = proposer.propose(0)[1].message.ballot  # type: ignore[union-attr]
+    return proposer, proposer.on_promise(1, ("a", 1), Promise("d", ballot, None, spent, Member("a", 1)))
+
+
+def test_a_voter_that_has_spent_its_tiebreak_makes_no_half_a_quorum() -> None:
+    proposer, effects = half()
+    ballot = sent(effects, Accept)[0].ballot  # type: ignore[attr-defined]
+    proposer.on_accepted(("a", 1), AcceptedMsg("d", ballot, True))
+    assert proposer.decision is None
+    proposer.on_accepted(("c", 1), AcceptedMsg("d", ballot, False))
+    assert proposer.decision == NEXT
+    assert sent(half(spent=True)[1], Accept) == []
+
+
+def test_who_counted_a_half_may_have_spent_the_tiebreak_since() -> None:
+    """a proposed and d accepted it: whether a's tiebreak counted then nobody can say, so it is no decision; c's word makes it one."""
+    proposer = agreement("b")
+    proposer._council.is_quorum = lambda nodes, spent: is_quorum(FOUR, nodes, "a" not in spent)  # type: ignore[method-assign]
+    ballot = proposer.propose(0)[1].message.ballot  # type: ignore[union-attr]
+    value = Accepted(Ballot(0, 0, "a", 1), OTHER)
+    proposer.on_promise(1, ("d", 1), Promise("d", ballot, value, False, Member("d", 1)))
+    assert proposer.decision is None and proposer.phase == "roll"
+    proposer.on_promise(2, ("c", 1), Promise("d", ballot, value, False, Member("c", 1)))
+    assert proposer.decision == OTHER
+
+
 def test_a_restarted_proposer_never_uses_its_ballot_again() -> None:
     proposer = agreement("a")
     effects = proposer.propose(0)
