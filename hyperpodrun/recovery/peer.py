@@ -5,6 +5,7 @@ Invariants: a range is complete and correct when `fetch` returns, else it raises
 """
 
 import socket
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -32,7 +33,7 @@ from hyperpodrun.recovery.transfer import (
 )
 
 CONNECT_TIMEOUT_S = 10.0
-STALL_TIMEOUT_S = 60.0
+STALL_TIMEOUT_S = 60
 """A peer that says nothing for so long is given up; one that dies is noticed at once (reset)."""
 
 
@@ -45,7 +46,9 @@ class Peer:
         self._pid = 0
         try:
             self._connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
-            self._connection.settimeout(STALL_TIMEOUT_S)
+            self._connection.settimeout(None)  # by the kernel's clock: Python's would poll before each call and end it early
+            for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("@ll", STALL_TIMEOUT_S, 0))
             tune(self._connection)
             self._connection.sendall(token)
         except OSError as error:
