@@ -3,8 +3,9 @@
 `free` may run while another thread is inside a collective, or still building a group; `forget` after the function has been left.
 What torch keeps of groups (`_world`) is emptied here and not by `destroy_process_group`, which waits for an outstanding operation
 and, when a group's making was broken off, leaves a counter behind from which the next names are made: the next init would wait
-for ever for keys that the other ranks call by another name. The groups themselves are let go of in a thread: their destructors
-join gloo's threads, and that takes tens of milliseconds and is nobody's business.
+for ever for keys that the other ranks call by another name. The groups themselves are let go of in a thread, once the
+function's frames hold none of them (`frames_are_gone`): their destructors join gloo's threads, which takes tens of milliseconds, or
+for ever where an operation is still waiting, and is nobody's business.
 Source: torch/distributed/distributed_c10d.py (2.4 to 2.13), `_abort_process_group`, `destroy_process_group`.
 """
 
@@ -37,6 +38,8 @@ def free(left: Callable[[float], bool]) -> None:
     if host and port.isdigit():
         sockets.shut_connections_to(host, int(port))
     sockets.shut_gloo()  # made since: by a group that was being built
+    world = os.environ.get(names.WORLD_SIZE, "")
+    sockets.come_for_missing_peers(int(world) if world.isdigit() else 1)
 
 
 def forget(timeout_s: float) -> None:
@@ -120,6 +123,14 @@ def _quietly(backend: Any) -> None:
 
 
 _letting_go: list[threading.Thread] = []
+_frames_gone = threading.Event()
+FRAMES_S = 10.0
+"""For those who never say that they are."""
+
+
+def frames_are_gone() -> None:
+    """What the function had in its hands is gone: the last references to its groups are those here."""
+    _frames_gone.set()
 
 
 def _let_go(groups: list[Any], timeout_s: float) -> None:
@@ -131,4 +142,10 @@ def _let_go(groups: list[Any], timeout_s: float) -> None:
             raise bounded.TookTooLong(f"the process groups of the generation before did not end within {timeout_s:g} s")
     _letting_go.clear()
     if groups:
-        _letting_go.append(ending.thread(groups.clear, name="let-go", stop=ending.by_itself))
+        _frames_gone.clear()
+        _letting_go.append(ending.thread(_drop, groups, name="let-go", stop=frames_are_gone))
+
+
+def _drop(groups: list[Any]) -> None:
+    _frames_gone.wait(FRAMES_S)
+    groups.clear()

@@ -8,19 +8,26 @@ or torch's has to be patched. Where the kernel does not tell what a thread waits
 not name its threads, an epoll is taken for gloo's by its contents: pointers as data, one listening TCP socket, otherwise TCP
 connections and at most one pipe; other libraries' and Python's own loops hold an eventfd or a socket pair, or descriptors as data.
 
+A group that is being made has pairs that wait for their peer to connect: there is no socket to shut, and who has died in between will
+never come. To those we connect ourselves, and hang up: gloo tells its pairs apart by a number that whoever connects says first, and a
+device counts its pairs from 0.
+
 Invariant: what is shut down is the very socket (by inode) that the epoll watches, whatever its number names by now.
-Source: proc(5) (fdinfo, syscall), epoll(7), shutdown(2).
+Source: proc(5) (fdinfo, syscall), epoll(7), shutdown(2); gloo/transport/tcp/listener.cc.
 """
 
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 _LOOP_THREAD: Final = "gloo_tcp_loop"
 _FD, _TASK = "/proc/self/fd", "/proc/self/task"
+_NUMBER: Final = struct.Struct("=q")
+CONNECT_S: Final = 0.2
 _LOOKS: Final = 20
 """How often a loop that happens to be running is looked at again: it waits nearly all the time."""
 
@@ -43,7 +50,21 @@ def shut_gloo() -> int:
     return count
 
 
-def gloo_addresses() -> list[tuple[str, int]]:
+def come_for_missing_peers(most: int) -> None:
+    """End the wait of pairs that nobody has connected to; `most`: pairs of a group.
+
+    Where they have been connected meanwhile it is for nothing: gloo keeps until the group's end what comes for other numbers.
+    """
+    for address in _gloo_addresses():
+        for number in range(most):
+            try:
+                with socket.create_connection(address, CONNECT_S) as peer:
+                    peer.sendall(_NUMBER.pack(number))
+            except OSError:
+                break  # it is gone, or takes no more
+
+
+def _gloo_addresses() -> list[tuple[str, int]]:
     """Where this process's gloo devices await their peers."""
     found = []
     for epoll in _gloo_epolls():

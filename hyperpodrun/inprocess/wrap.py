@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyperpodrun.agent.wire import link, names
-from hyperpodrun.inprocess import describe
+from hyperpodrun.inprocess import describe, groups
 from hyperpodrun.inprocess.abort import AbortAll, CheckpointlessAbortManager
 from hyperpodrun.inprocess.caller import HPCallWrapper
 from hyperpodrun.inprocess.errors import HealthCheckError, InternalError, RankShouldRestart, RestartRequested
@@ -234,6 +234,7 @@ class _Rounds:
             self._options.abort.run(max(0.0, limit_s - (time.monotonic() - began_s)))
             if error is not None:
                 describe.release(error)
+            groups.frames_are_gone()
             self._stage("finalizing")
             for action in self._options.finalize:
                 action()

@@ -137,7 +137,7 @@ def steps(path: str) -> list[int]:
         names = os.listdir(path)
     except OSError:
         return []
-    return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
+    return sorted(int(name[len(_PREFIX) :]) for name in names if name.startswith(_PREFIX) and name[len(_PREFIX) :].isdigit())
 
 
 def folder_of(path: str, step: int) -> str:

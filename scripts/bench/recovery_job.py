@@ -1,7 +1,8 @@
 """One job in which faults strike, for `recovery.py`: who runs it, what the workers do, and what their events say.
 
-Workers write an event when something is about to strike, and one when the first all-reduce of a generation is done; the
-time stamps are of one clock (monotonic), also for strikes from outside.
+A job is struck by a list of faults, one after another, the next one once all ranks have gone on. Workers write an event when something
+is about to strike, and one when the first all-reduce of a generation is done; the time stamps are of one clock (monotonic), also for
+strikes from outside.
 """
 
 import json
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,16 +23,19 @@ from side_by_side import LAUNCHERS, BenchmarkError, Launcher, Run
 
 RANKS = 4
 HANG_S = 2.0
-LIMIT_S = 100.0
+LIMIT_S = 60.0
+"""For the first all-reduce."""
+GIVE_UP_S = 30.0
+"""Who has not gone on by then does not."""
 NVIDIA = ("nvidia-resiliency-ext==0.4.1", "pyyaml", "defusedxml", "nvidia-ml-py", "pynvml", "psutil", "packaging")
 
 COMMON = """\
-import datetime, json, os, signal, sys, threading, time
+import ctypes, datetime, json, os, signal, sys, threading, time
 born_s = time.monotonic()
 import torch
 import torch.distributed as dist
 
-folder, kind, faults = os.environ["BENCH_DIR"], os.environ["BENCH_KIND"], int(os.environ["BENCH_FAULTS"])
+folder, kinds = os.environ["BENCH_DIR"], json.loads(os.environ["BENCH_KINDS"])
 timeout_s = float(os.environ["BENCH_TIMEOUT"])  # of collectives; 0: torch's own
 
 
@@ -52,7 +56,7 @@ def struck():
         return sum('"struck"' in line for line in file)
 
 
-def strike(generation, report):
+def strike(kind, generation, report):
     if kind == "hang in a collective, reported":
         threading.Timer(0.3, lambda: (say("struck", generation), report("it hangs"))).start()
     else:
@@ -67,6 +71,9 @@ def strike(generation, report):
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind.startswith("hang in a collective"):
         dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=7)
+    if kind == "hang in C":  # with the interpreter's lock, deaf to all but the signals that end it
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGTERM, signal.SIGINT})
+        ctypes.PyDLL(None).sleep(10**6)
     while True:  # hang in Python
         sum(range(1000))
 
@@ -80,8 +87,8 @@ def train(generation, report=None, ping=lambda: None, **store):
         dist.all_reduce(torch.ones(1))
         ping()
         step += 1
-        if step == 100 and dist.get_rank() == world - 1 and kind != "outside" and struck() < faults:
-            strike(generation, report)
+        if step == 100 and dist.get_rank() == world - 1 and (number := struck()) < len(kinds):
+            strike(kinds[number], generation, report)
 
 
 """
@@ -145,10 +152,11 @@ for one in run:
     one.wait()
 """
 KINDS = (
-    "exception", "SIGKILL", "os._exit", "hang in a collective, reported", "hang in a collective", "hang in Python", "SIGSTOP",
-    "agent lost", "node lost, a spare there",
+    "exception", "SIGKILL", "os._exit", "hang in a collective, reported", "hang in a collective", "hang in Python", "hang in C",
+    "SIGSTOP", "agent lost", "node lost, a spare there",
 )  # fmt: skip
-REPORTED, HANGS, AGENT, NODE = KINDS[3], KINDS[4:7], KINDS[7], KINDS[8]
+REPORTED, HANGS, AGENT, NODE = KINDS[3], KINDS[4:8], KINDS[8], KINDS[9]
+OUTSIDE = (AGENT, NODE)
 
 
 class Elsewhere(NamedTuple):
@@ -173,12 +181,11 @@ class Contestant:
     shrinks: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
-    def starting(self, kind: str, faults: int, folder: Path | None = None) -> Launcher:
+    def starting(self, kinds: Sequence[str], folder: Path | None = None) -> Launcher:
         """The launcher with what the workers have to know."""
         inside = {
-            "BENCH_KIND": "outside" if kind in (AGENT, NODE) else kind,
-            "BENCH_FAULTS": str(faults),
-            "BENCH_TIMEOUT": str(HANG_S if self.times_out and kind in HANGS else 0.0),
+            "BENCH_KINDS": json.dumps([kind for kind in kinds if kind not in OUTSIDE]),
+            "BENCH_TIMEOUT": str(HANG_S if self.times_out and set(kinds) & set(HANGS) else 0.0),
             "OMP_NUM_THREADS": "1",
         }
         if folder is not None:
@@ -192,8 +199,9 @@ IN_PLACE = Contestant("in place", HYPERPODRUN, OURS, (*_OURS, "--inprocess-resta
 # The hang watch knows when a function was entered only where it is restarted in place.
 BY_PROCESS = Contestant("by process", HYPERPODRUN, OURS, _OURS, tuple(kind for kind in KINDS if kind not in (REPORTED, *HANGS)))
 _TORCH = ("--nproc-per-node", str(RANKS), "--max-restarts", "1000")
+_QUICK = ("--shutdown-timeout", str(int(HANG_S)))  # a stopped process answers no SIGTERM
 _THEIRS = tuple(kind for kind in KINDS if kind not in (REPORTED, AGENT))
-PLAIN = Contestant("torchrun", TORCHRUN, TORCH, _TORCH, _THEIRS, times_out=True)
+PLAIN = Contestant("torchrun", TORCHRUN, TORCH, (*_TORCH, *_QUICK), _THEIRS, times_out=True)
 
 
 def nvidia(folder: Path) -> list[Contestant]:
@@ -214,8 +222,9 @@ def nvidia(folder: Path) -> list[Contestant]:
         raise BenchmarkError(f"{NVIDIA[0]} cannot be had: {words[-1] if words else error}") from error
     (folder / "bare.py").write_text(BARE)
     launcher = Elsewhere("ft_launcher", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, folder / "bin" / "ft_launcher")
+    quick = ("--workers-stop-timeout", str(int(HANG_S)))
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--ignore-missing-fault-tol-cfg")
-    found = [Contestant("ft_launcher", launcher, TORCH, (*_TORCH, *rendezvous), _THEIRS[:-1], times_out=True)]
+    found = [Contestant("ft_launcher", launcher, TORCH, (*_TORCH, *quick, *rendezvous), _THEIRS[:-1], times_out=True)]
     sockets = Path(__file__).parents[2] / "hyperpodrun" / "inprocess" / "sockets.py"
     for name, tuned in (("NVIDIA wrapper", ""), ("NVIDIA wrapper, tuned", "yes")):
         environment = {"BENCH_SOCKETS": str(sockets), "BENCH_TUNED": tuned, "PYTHONWARNINGS": "ignore"}
@@ -234,30 +243,36 @@ class Sample(NamedTuple):
     trace: list[dict[str, Any]]
 
 
-def measure(who: Contestant, kind: str, faults: int) -> list[Sample]:
-    """One job, so many faults in it. Raises BenchmarkError when it does not come back."""
-    if kind == NODE:
-        return [_node_lost(who)]
-    if kind == AGENT or (who.shrinks and kind in ("SIGKILL", "os._exit", *HANGS)):
-        faults = 1
-    with _started(who, kind, faults) as run:
-        if kind == AGENT:
-            run.until(lambda: _again(run.folder, 0.0), "the first all-reduce")
-            status = run.until(lambda: _status(run.folder), "the state file")
-            struck_s = [time.monotonic()]
-            os.kill(status["agent_pid"], signal.SIGKILL)
-        else:
-            struck_s = run.until(lambda: _strikes(run.folder, faults), f"{faults} faults")
-        run.until(lambda: _again(run.folder, struck_s[-1]), f"an all-reduce on all ranks after: {kind}")
-        return [_sample(run.folder, at_s) for at_s in struck_s]
+def measure(who: Contestant, kinds: Sequence[str]) -> Iterator[Sample | None]:
+    """One job, these faults in it; None, and nothing after it, when it is not back within GIVE_UP_S. Raises BenchmarkError."""
+    if kinds[0] == NODE:
+        yield _node_lost(who)
+        return
+    with _started(who, kinds) as run:
+        run.until(lambda: _again(run.folder, 0.0), "the first all-reduce")
+        for number, kind in enumerate(kinds):
+            run.deadline_s = time.monotonic() + GIVE_UP_S
+            if kind == AGENT:
+                status = run.until(lambda: _status(run.folder), "the state file")
+                struck_s = time.monotonic()
+                os.kill(status["agent_pid"], signal.SIGKILL)
+            else:
+                struck_s = run.until(lambda number=number: _strike(run.folder, number), f"fault {number}, {kind}")  # type: ignore[misc]
+            run.deadline_s = struck_s + GIVE_UP_S
+            try:
+                run.until(lambda struck_s=struck_s: _again(run.folder, struck_s), "an all-reduce")  # type: ignore[misc]
+            except BenchmarkError:
+                yield None
+                return
+            yield _sample(run.folder, struck_s)
 
 
 @contextmanager
-def _started(who: Contestant, kind: str, faults: int) -> Iterator[Run]:
+def _started(who: Contestant, kinds: Sequence[str]) -> Iterator[Run]:
     with TemporaryDirectory(prefix="hyperpodrun-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "worker.py").write_text(who.worker)
-        launcher = who.starting(kind, faults, folder)
+        launcher = who.starting(kinds, folder)
         if who.shrinks:
             launcher.environment["MASTER_PORT"] = str(free_ports(1)[0])
         run = Run(launcher, folder, [*who.arguments, str(folder / "worker.py")], LIMIT_S)
@@ -267,7 +282,7 @@ def _started(who: Contestant, kind: str, faults: int) -> Iterator[Run]:
             run.sweep()
 
 
-def _node_lost(who: Contestant) -> Sample:
+def _node_lost(who: Contestant) -> Sample | None:
     """Two nodes with half of the ranks each, and a spare; the second node goes with everything on it."""
     half = str(RANKS // 2)
     arguments: Callable[[int], list[str]]
@@ -279,13 +294,16 @@ def _node_lost(who: Contestant) -> Sample:
         common = ["--nnodes", "2:2", "--nproc-per-node", half, "--max-restarts", "10", "--rdzv-id", "bench"]
         common += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
         arguments = lambda _node: common  # noqa: E731
-    with job(who.starting(NODE, 0), 3, arguments, who.worker, LIMIT_S) as running:
+    with job(who.starting((NODE,)), 3, arguments, who.worker, LIMIT_S) as running:
         running.start_all()
         running.until(lambda: _again(running.folder, 0.0), "the first all-reduce", LIMIT_S)
         nodes = {event["node_folder"] for event in _events(running.folder) if event["rank"] >= RANKS // 2}
         lost = next(int(node) for node in sorted(nodes) if node != "0") if nodes != {"0"} else 0
         struck_s = running.kill(lost)
-        running.until(lambda: _again(running.folder, struck_s), "an all-reduce on all ranks after the loss of a node", LIMIT_S)
+        try:
+            running.until(lambda: _again(running.folder, struck_s), "an all-reduce", GIVE_UP_S)
+        except BenchmarkError:
+            return None
         return _sample(running.folder, struck_s)
 
 
@@ -307,9 +325,9 @@ def _again(folder: Path, since_s: float) -> float | None:
     return min((max(ranks.values()) for (_, world), ranks in worlds.items() if len(ranks) == world), default=None)
 
 
-def _strikes(folder: Path, count: int) -> list[float] | None:
+def _strike(folder: Path, number: int) -> float | None:
     found = sorted(event["at_s"] for event in _events(folder) if event["what"] == "struck")
-    return found if len(found) >= count else None
+    return found[number] if len(found) > number else None
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

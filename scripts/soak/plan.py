@@ -24,6 +24,7 @@ NOVICE_EVERY = 15
 
 # Weights. Those that the hang watch or a deadline has to end take seconds each, so they are rare.
 IN_PLACE = {"exception": 40, "balloon": 3, "hang": 2, "hang-sleep": 2, "hang-collective": 3}
+FROM_OUTSIDE = ("agent-lost", "node-lost")
 COSTS_A_PROCESS = {"sigkill": 25, "exit": 10, "sigstop": 1, "hang-c": 1}
 ON_THE_WAY = {"exception": 10, "sigkill": 10, "exit": 4, "hang-sleep": 1}
 PHASES_ON_THE_WAY = ("aborting", "finalizing", "health check")
@@ -44,7 +45,31 @@ class Order:
     @property
     def costs_a_process(self) -> bool:
         """May the struck rank come back as another process? What fails on the way to the barrier is replaced, whatever it was."""
-        return self.kind in COSTS_A_PROCESS or self.where.removeprefix("phase=") in PHASES_ON_THE_WAY
+        return self.kind in (*COSTS_A_PROCESS, *FROM_OUTSIDE) or self.where.removeprefix("phase=") in PHASES_ON_THE_WAY
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """From outside, once that generation runs: the "agent" of the node that has this rank is killed, or all of its "node"."""
+
+    generation: int
+    kind: str
+    rank: int
+
+
+STRIKE_EVERY = 6
+"""Generations, on average."""
+
+
+def strikes(faults: int, ranks: int, nodes: int, seed: int) -> list[Strike]:
+    """For a job of several nodes. The witness's node is never struck."""
+    if nodes < 2:
+        return []
+    draw = random.Random(f"strikes {seed}")
+    each = ranks // nodes
+    there = [rank for rank in range(ranks) if rank // each != seed % ranks // each]
+    struck = sorted(draw.sample(range(1, faults), (faults - 1) // STRIKE_EVERY))
+    return [Strike(generation, draw.choice(("agent", "node")), draw.choice(there)) for generation in struck]
 
 
 def plan(faults: int, ranks: int, seed: int) -> list[Order]:
@@ -91,7 +116,10 @@ def _drawn(draw: random.Random, weights: dict[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A rank entered the function. `agent_*`: of its agent. `rss_kib`: resident memory that is nobody else's file."""
+    """A rank entered the function, on the launcher `node`. `agent_*`: of its agent.
+
+    `rss_kib`: resident memory that is nobody else's file.
+    """
 
     generation: int
     rank: int
@@ -105,6 +133,7 @@ class Entry:
     agent_fds: int
     agent_threads: int
     agent_rss_kib: int
+    node: int = 0
 
 
 STRUCK = re.compile(r"injected fault '([a-z-]+)@generation=(\d+),rank=(\d+),([^']*)' strikes")
@@ -118,8 +147,13 @@ def struck(output: str) -> list[Order]:
     return [Order(int(g), int(rank), kind, where) for kind, g, rank, where in STRUCK.findall(output)]
 
 
-def complaints(entries: list[Entry], reduced: dict[int, set[int]], hit: list[Order], ranks: int, last: int) -> list[str]:
-    """What does not hold. `reduced`: generation -> ranks that completed an all-reduce in it; `last`: the generation that returned."""
+def complaints(
+    entries: list[Entry], reduced: dict[int, set[int]], hit: list[Order], ranks: int, last: int, nodes: int = 1
+) -> list[str]:
+    """What does not hold. `reduced`: generation -> ranks that completed an all-reduce in it; `last`: the generation that returned.
+
+    Several nodes may decide upon a further generation before the one before it has begun.
+    """
     found = []
     by_rank = {rank: sorted((e for e in entries if e.rank == rank), key=lambda e: e.generation) for rank in range(ranks)}
     for rank, own in by_rank.items():
@@ -138,7 +172,7 @@ def complaints(entries: list[Entry], reduced: dict[int, set[int]], hit: list[Ord
     if reduced.get(last) != set(range(ranks)):
         found.append(f"not all ranks are in the last generation {last}: {sorted(reduced.get(last, ()))}")
     skipped = set(range(last)) - {entry.generation for entry in entries}
-    if skipped:
+    if skipped and nodes == 1:
         found.append(f"nobody entered the generations {sorted(skipped)}")
     return found + list(_grown(by_rank))
 
@@ -149,8 +183,10 @@ def _excused(hit: list[Order], rank: int, first: int, end: int) -> bool:
 
 def _grown(by_rank: dict[int, list[Entry]]) -> Iterable[str]:
     for rank, own in by_rank.items():
-        for pid in {entry.pid for entry in own}:
-            lived = [entry for entry in own if entry.pid == pid][1:]  # the first one: before any process group
+        for pid, agent in {(entry.pid, entry.agent_pid) for entry in own}:
+            lived = [entry for entry in own if (entry.pid, entry.agent_pid) == (pid, agent)][
+                1:
+            ]  # the first: before any process group
             if len(lived) < 4 * WINDOW:
                 continue
             for what, most in GROWTH.items():

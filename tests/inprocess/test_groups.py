@@ -3,6 +3,7 @@
 import statistics
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_agent import FakeAgent
@@ -108,6 +109,47 @@ def test_a_group_that_is_never_made_is_left(agent_of: Callable[..., FakeAgent]) 
     agent.ending = 0
     agent.play()
     ended_well(agent, 1)
+
+
+def test_a_peer_that_dies_between_its_address_and_its_connection_is_not_waited_for(agent_of: Callable[..., FakeAgent]) -> None:
+    """Rank 1's process plays four ranks that publish their addresses and go no further: some pairs of rank 0 wait for connections."""
+    agent = agent_of(2, store=True)
+    head = """
+    import datetime
+    inner = None
+    class Halting(dist.Store):
+        def set(self, key, value): inner.set(key, value)
+        def add(self, key, number): return inner.add(key, number)
+        def check(self, keys): return inner.check(keys)
+        def wait(self, *_):
+            say("published")
+            threading.Event().wait()
+        get = multi_get = wait
+    """
+    body = """
+    if g == 0:
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False, wait_for_workers=False)
+        if r == 0:
+            dist.init_process_group("gloo", store=store, rank=0, world_size=5)
+            threading.Event().wait()
+        inner = store
+        for phantom in range(1, 5):
+            halting = Halting()
+            kept = dist.PrefixStore("0//cpu/", halting)
+            made = lambda rank, kept=kept, halting=halting: dist.ProcessGroupGloo(kept, rank, 5, datetime.timedelta(seconds=60))
+            threading.Thread(target=made, args=(phantom,), daemon=True).start()
+        threading.Event().wait()
+    """
+    agent.start(script(textwrap.dedent(body).replace("inner = store", "globals()['inner'] = store") + UP + DOWN, head=head))
+    agent.play(0)
+    agent.await_line("published", 1, 4)
+    waits = Path(f"/proc/{agent.workers[0].pid}/wchan")
+    # "0" where the kernel does not tell.
+    agent.until_polled(lambda: waits.read_text().startswith(("futex", "0")), "rank 0 to wait for a connection, not for the store")
+    agent.kill(1)
+    agent.play()
+    ended_well(agent, 1)
+    assert len(set(agent.all_pids)) == 3, "rank 0 keeps its process"
 
 
 @pytest.mark.parametrize("told_by", ["its thread", "its contents"])

@@ -52,6 +52,23 @@ def test_a_process_may_go_only_when_it_was_struck() -> None:
     assert judged(moved, [plan.Order(29, 1, "sigkill", "step=3"), plan.Order(30, 2, "sigkill", "step=3")]) != []
 
 
+def test_nodes_are_struck_from_outside_but_never_the_witnesss() -> None:
+    assert plan.strikes(100, 4, 1, seed=1) == []
+    for seed in range(8):
+        strikes = plan.strikes(100, 6, 3, seed)
+        assert len(strikes) > 10 and {strike.kind for strike in strikes} == {"agent", "node"}
+        assert all(strike.rank // 2 != seed % 6 // 2 for strike in strikes)
+    moved = [dataclasses.replace(e, pid=900) if e.rank == 2 and e.generation >= 30 else e for e in entries(60)]
+    assert judged(moved, [plan.Order(29, 2, "node-lost", "outside")]) == []
+
+
+def test_several_nodes_may_pass_a_generation_over() -> None:
+    without = [entry for entry in entries(60) if entry.generation != 7]
+    reduced = {generation: {0, 1, 2, 3} for generation in range(60) if generation != 7}
+    assert plan.complaints(without, reduced, [], 4, 59, nodes=2) == []
+    assert plan.complaints(without, reduced, [], 4, 59) == ["nobody entered the generations [7]"]
+
+
 def test_a_rank_that_was_left_out_is_named() -> None:
     without = [entry for entry in entries(60) if (entry.generation, entry.rank) != (7, 3)]
     assert "ranks [3] are not in generation 7" in judged(without)[0]

@@ -1,10 +1,10 @@
 """A cluster in one process: virtual processes on virtual nodes that run RecoverableState as it is, and die where chance says.
 
-Theory. Each virtual process runs in a thread, and one thread at a time: it goes on until a *point*, where it hands back. Who is next is
-drawn from the seed, so a run is the same each time. Points lie in the training loop and wherever a process speaks to others. At a
-point a process may be killed, with its node's memory or without, or an exception may be raised in it; then the generation is broken, and
-the others are interrupted at one of their next points, but not inside an update. The new world is made of processes that live and
-of new ones.
+Theory. Each virtual process runs in a thread, and one thread at a time: it goes on until a *point*, where it hands back. Who is next
+is drawn from the seed, so a run is the same each time. Points lie in the training loop and wherever a process speaks to others. At a
+point a process may be killed, with its node's memory or without, or an exception be raised in it; then the generation is broken, and
+the others are interrupted at one of their next points, but not inside an update. The new world is made of processes that live and of
+new ones.
 
 Fakes are at the outermost edge: the store, the collective, the server and the peer of a transfer, threads, and what tells a process
 who it is. Shared memory is files, as it is. Random generators are exchanged when the thread changes.
@@ -23,7 +23,20 @@ import pytest
 import torch
 
 from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import copies, exchange, fetching, memory, nodestate, pace, restoring, rng, state, versions, where
+from hyperpodrun.recovery import (
+    copies,
+    exchange,
+    fetching,
+    memory,
+    nodestate,
+    pace,
+    restoring,
+    rng,
+    state,
+    tiered,
+    versions,
+    where,
+)
 from hyperpodrun.recovery.shard import Layout, Shard
 from hyperpodrun.recovery.transfer import TransferError
 
@@ -63,7 +76,7 @@ class Task:
     def __init__(self, cluster: "Cluster", process: Process, run: Callable[[], Any], background: bool = False) -> None:
         self.cluster, self.process, self.run, self.background = cluster, process, run, background
         self.until: Callable[[], bool] | None = None
-        self.over = False
+        self.over = self.dying = False
         self.result: Any = None
         self.error: BaseException | None = None
         self.turn = threading.Semaphore(0)
@@ -89,9 +102,11 @@ class Task:
 
 
 class Cluster:
-    """`faults` happen at points drawn from `chance`, one for about `rarity` points. `kinds`: "raise", "kill", "node", "parting"."""
+    """`faults` happen at points drawn from `chance`, one for about `rarity` points. `kinds`: "raise", "kill", "node"."""
 
-    def __init__(self, chance: random.Random, folder: Path, faults: int = 0, rarity: int = 100, kinds: Sequence[str] = ("kill",)) -> None:
+    def __init__(
+        self, chance: random.Random, folder: Path, faults: int = 0, rarity: int = 100, kinds: Sequence[str] = ("kill",)
+    ) -> None:
         self.chance, self.folder, self.faults, self.rarity, self.kinds = chance, folder, faults, rarity, kinds
         self.back = threading.Semaphore(0)
         self.current: Task | None = None
@@ -120,8 +135,8 @@ class Cluster:
     def point(self, label: str) -> None:
         """Others may go on; this process may end here."""
         task = self.current
-        if task is None or (task.until is None and not task.process.alive):
-            return  # unwinding
+        if task is None or task.dying:
+            return
         if not task.background and self.faults and not self.broken and self.chance.randrange(self.rarity) == 0:
             self.fault(task, label)
         self._hand_back(task)
@@ -131,8 +146,8 @@ class Cluster:
         task = self.current
         assert task is not None
         while not until():
-            if not task.process.alive:
-                return  # unwinding
+            if task.dying:
+                return
             task.until = until
             try:
                 self._hand_back(task)
@@ -143,6 +158,7 @@ class Cluster:
         self.back.release()
         task.turn.acquire()
         if not task.process.alive:
+            task.dying = True  # what its code does on its way out is nobody's business
             raise Killed
         if self.broken and not task.background and not task.process.deferring:
             stuck = task.until is not None and not task.until()
@@ -162,6 +178,7 @@ class Cluster:
             self.end(other)
         if kind == "node":
             shutil.rmtree(node_folder(self.folder, process.node), ignore_errors=True)
+        task.dying = True
         raise Killed
 
     def end(self, process: Process) -> None:
@@ -386,6 +403,18 @@ class FakeThreads:
         return cluster.start(cluster.me, lambda: target(*args), background=True)
 
 
+class AtOnce:
+    """hyperpodrun.ending for tiered.py: what writes files needs nobody."""
+
+    by_itself = None
+
+    def thread(self, target: Callable[..., Any], *args: Any, **_options: Any) -> threading.Thread:
+        target(*args)
+        over = threading.Thread(target=int)
+        over.start()
+        return over
+
+
 def node_folder(folder: Path, node: str) -> Path:
     return folder / node
 
@@ -437,6 +466,7 @@ def edges(patch: pytest.MonkeyPatch, every: int) -> Iterator[Callable[[Cluster],
     patch.setattr(copies, "Server", server)
     patch.setattr(copies, "Peer", peer)
     patch.setattr(copies, "ending", FakeThreads(cluster))
+    patch.setattr(tiered, "ending", AtOnce())
     patch.setattr(copies, "RETRY_S", 0.0)
     patch.setattr(copies, "WAIT_S", 0.0)
     patch.setattr(copies, "DUTY", 1.0)
