@@ -9,6 +9,7 @@ import pytest
 from fake_agent import FakeAgent
 
 from hyperpodrun.agent.wire import link
+from hyperpodrun.inprocess import groups
 
 pytestmark = [pytest.mark.processes, pytest.mark.torch]
 
@@ -274,3 +275,16 @@ def test_nccl_groups_are_aborted_at_the_same_time(monkeypatch: pytest.MonkeyPatc
     assert len(aborted) == 3
     assert not c10d._world.pg_map
     assert c10d._world.group_count == 0
+
+
+def test_dtensors_of_a_process_that_is_another_rank_now_lie_where_that_is() -> None:
+    """Meshes of the same ranks are equal to torch, whoever made them, and it remembers results with the first."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    for rank in (0, 1):
+        groups.forget_meshes()
+        mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("renumbered",), _init_backend=False, _rank=rank)
+        made = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False, shape=torch.Size((2,)), stride=(1,))
+        assert made.detach().device_mesh.get_coordinate() == (rank,)

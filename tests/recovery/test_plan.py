@@ -136,6 +136,62 @@ def test_samplers_that_differ_cannot_change_worlds() -> None:
         make(world(3, 4, 5, "aaba"))
 
 
+def pieces(step: int, *places: int, of: int = 4, common: bool = False) -> tuple[Holding, ...]:
+    """Shards of a world of that many, all of one family."""
+    shards = tuple(Holding(f"shard {place} of {of}", step, "live", 100, family=f"f{of}", members=of) for place in places)
+    return (*shards, *(live(f"common shard {place} of {of}", step, 10) for place in places if common))
+
+
+def cut(rank: int, *held: Holding, of: int = 3, common: bool = False) -> Offer:
+    """A rank of a world in which the state is cut in other shards."""
+    return Offer(rank, "a", (f"shard {rank} of {of}", *([f"common shard {rank} of {of}"] if common else [])), held)
+
+
+def test_shards_of_another_world_are_made_of_a_whole_family() -> None:
+    made = make([cut(0, *pieces(7, 0, 1)), cut(1, *pieces(7, 2)), cut(2, *pieces(7, 3))])
+    assert isinstance(made, Plan) and (made.step, made.fetches) == (7, ())
+    assert made.members == tuple(f"shard {place} of 4" for place in range(4))
+    assert (
+        made.why
+        == "each rank makes its shard of the state after step 7 of all 4 shards of the earlier layout, from peers' memory"
+    )
+
+
+def test_the_step_at_which_all_members_are_held_is_taken() -> None:
+    made = make([cut(0, *pieces(7, 0, 1), *pieces(6, 0, 1)), cut(1, *pieces(7, 2), *pieces(6, 2)), cut(2, *pieces(6, 3))])
+    assert isinstance(made, Plan) and made.step == 6 and "step 7 is not whole" in made.why
+
+
+def test_members_of_two_worlds_are_not_mixed() -> None:
+    made = make([cut(0, *pieces(7, 0, 1, of=2), *pieces(6, 0)), cut(1, *pieces(6, 1, 2)), cut(2, *pieces(6, 3), *pieces(8, 0))])
+    assert isinstance(made, Plan) and (made.step, made.members) == (7, ("shard 0 of 2", "shard 1 of 2"))
+
+
+def test_a_common_state_comes_from_any_member() -> None:
+    held = [*pieces(7, 0, 1, 2), *pieces(7, 3, common=True)]
+    made = make([cut(0, *held, common=True), cut(1, common=True), cut(2, common=True)])
+    assert isinstance(made, Plan) and made.common == "common shard 3 of 4"
+    assert {(fetch.rank, fetch.shard) for fetch in made.fetches} == {(rank, made.common) for rank in (1, 2)}
+    without = make([cut(0, *pieces(7, 0, 1, 2, 3), common=True), cut(1, common=True), cut(2, common=True)])
+    assert (
+        without.why
+        == "the shards of the earlier layout are held after step 7, but not what else is needed (private or common states)"
+    )
+
+
+def test_what_is_needed_as_it_is_comes_before_what_could_be_made() -> None:
+    held = [*pieces(7, 0, 1, 2, 3), *pieces(7, 0, 1, 2, of=3)]
+    made = make([cut(rank, *held) for rank in range(3)])
+    assert isinstance(made, Plan) and (made.step, made.members, made.fetches) == (7, (), ())
+
+
+def test_members_that_differ_are_refused() -> None:
+    other = msgspec.structs.replace(pieces(7, 0)[0], content="y")
+    first = msgspec.structs.replace(other, content="x")
+    with pytest.raises(Contradiction, match="replica_group"):
+        make([cut(0, first, *pieces(7, 1, 2, 3)), cut(1, other)])
+
+
 @pytest.mark.parametrize("other", [live("model", 3, layout="b"), live("model", 3, 99), live("model", 3, content="y")])
 def test_ranks_that_are_no_replicas_are_refused(other: Holding) -> None:
     offers = [Offer(0, "a", ("model",), (live("model", 3, content="x"),)), Offer(1, "a", ("model",), (other,))]
