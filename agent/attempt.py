@@ -298,7 +298,7 @@ class AttemptRunner:
         self._hang_tick = None
         verdict = self._hangs.tick(self._reactor.now_s())
         if verdict is not None:
-            self._feed(group.Hung(verdict.local_ranks, verdict.why))
+            self._feed(group.Hung(verdict.local_ranks, verdict.why, verdict.deaf))
         else:
             self._reset_tick()
 

@@ -42,10 +42,11 @@ _SILENT = "it is stopped, or a call holds the interpreter's lock"
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """These local ranks hang, as far as can be told; `why` is for people."""
+    """These local ranks hang, as far as can be told; `why` is for people. `deaf`: their links are silent, they will hear nothing."""
 
     local_ranks: tuple[int, ...]
     why: str
+    deaf: bool = False
 
 
 class _Rank:
@@ -186,13 +187,14 @@ class HangWatch:
         inside = {local_rank: rank for local_rank, rank in sorted(self._ranks.items()) if rank.entered}
         silent = tuple(r for r, rank in inside.items() if now_s >= rank.heard_s + self.silent_s)
         if silent:
-            return Verdict(silent, f"its link is silent for {self.silent_s:g} s: {_SILENT}")
+            return Verdict(silent, f"its link is silent for {self.silent_s:g} s: {_SILENT}", deaf=True)
         still = {r: rank for r, rank in inside.items() if rank.beaten and now_s >= self._still_limit_s(rank)}
         if not still:
             self._reckon()
             return None
         if quiet := tuple(r for r, rank in inside.items() if now_s >= rank.heard_s + QUIET_BEATS * link.BEAT_S):
-            return Verdict(quiet, f"others have made no progress for {timeout_s:g} s, and its link is silent: {_SILENT}")
+            why = f"others have made no progress for {timeout_s:g} s, and its link is silent: {_SILENT}"
+            return Verdict(quiet, why, deaf=True)
         if absent := tuple(
             r for r, rank in sorted(self._ranks.items()) if not rank.entered and now_s >= rank.heard_s + timeout_s
         ):

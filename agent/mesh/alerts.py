@@ -123,6 +123,10 @@ class Alerts:
         """All alerts that accuse somebody now."""
         return tuple(alert for _, alert in sorted(self._table.items()) if alert.down)
 
+    def said(self, observer: str, subject: str) -> Alert | None:
+        """The last word of this observer about that subject."""
+        return self._table.get((observer, subject))
+
     def barred(self) -> frozenset[str]:
         """Those outside of the view whom a member cannot hear that is itself not suspected (M8)."""
         return frozenset(s for s in self._outside if any(o not in self._suspects for o in self.accusers_of(s)))

@@ -7,8 +7,8 @@ the same frame are one read; a read never joins one that has left already, whose
 A check goes to the owner each time. Were "there is no such key" answered from a standing subscription, whoever makes the key
 would have to wait until all who may still say so had heard of it, or a check could deny what a set before it had done: one more
 way there and back, up to a thousand frames, and a set that hangs for as long as one subscriber stands still (3 s, M2), for every
-key that anybody ever polled. The price of asking: 45 us of the owner's core a check and two frames, so with NCCL's monitor, which
-asks for one key every second, about half a core of one node in a job of 8,192 ranks, 3 % at 512
+key that anybody ever polled. The price of asking: 125 us of the owner's core a check, whose frames seldom share a turn, so with NCCL's
+monitor, which asks for one key every second, about a core of one node in a job of 8,192 ranks, 7 % at 512
 (scripts/bench/store_simulated.py, loaded machine).
 
 `call` answers at once where this agent is the owner. Everything else comes through callbacks, which may call again: answers are

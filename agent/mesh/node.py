@@ -130,6 +130,8 @@ class Node:
             standing.settle(self, now, vote.view, digest_of(vote.view), vote, True)
             if vote.view.mode == "run" and me.node in vote.view.order:
                 voice.say(self, now, "revived", f"the agent of {me.node} was restarted")
+            elif vote.view.mode == "closed":  # the agent before this one died between knowing it and ending
+                self.first += standing.end(self, now, vote.view.exit_code, vote.view.reason)
         else:
             self.agreement.begin(now, None, "", vote)
             self.first.append(Persist(self.agreement.vote()))
@@ -248,6 +250,7 @@ class Node:
             lost = barred or self.vacant
             if lost:
                 effects.append(Send(lost[self.knock // 4 % len(lost)], Hello(self.here, self.member, True)))
+            effects += voice.remind(self, now)
         return effects
 
     def brief_now(self, now: int) -> Brief:

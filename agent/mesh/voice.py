@@ -74,11 +74,37 @@ def tell(agent: Node, items: tuple[Item, ...]) -> list[Effect]:
     return [Send(node, message) for node in convening.first_candidates(agent) if node != agent.member.node]
 
 
+def remind(agent: Node, now: int) -> list[Effect]:
+    """Ask those who keep a joiner out (M8) whether they still do: an agent that was started again does not know what it said."""
+    barred = agent.alerts.barred().intersection(joiner.node for joiner in agent.reports.joiners(now))
+    if not barred or agent.member.node not in convening.first_candidates(agent):
+        return []
+    bars = [alert for alert in agent.alerts.standing() if alert.subject in barred and alert.observer != agent.member.node]
+    return [Send(bar.observer, ReportsMsg(agent.here, (bar,))) for bar in bars[: convening.MOST_BARRED]]
+
+
+def take_back(agent: Node, now: int, own: Alert) -> list[Effect]:
+    """An accusation of this agent's own comes back to it: what was said since is said again, and what the agent before this one
+    said is looked into."""
+    last = agent.alerts.said(own.observer, own.subject)
+    if own.view != agent.digest or (last is not None and last.seq == own.seq):
+        return []
+    if last is not None and last.seq > own.seq:
+        return tell(agent, (last,))
+    if own.subject not in agent.sources:
+        agent.unheard.add(own.subject)  # it stands until that one is heard: a knock asks
+        return []
+    agent.alert_seq = max(agent.alert_seq, own.seq)
+    return accuse(agent, now, own.subject, own.subject in agent.detector.down, False)
+
+
 def take_items(agent: Node, now: int, items: tuple[Item, ...]) -> list[Effect]:
     """Take in what others tell; pass on what is news."""
     effects: list[Effect] = []
     for item in items:
         if isinstance(item, Alert):
+            if item.down and item.observer == agent.member.node:
+                effects += take_back(agent, now, item)
             if agent.alerts.apply(now, item):
                 agent.gossip.put(item)
                 if item.down and item.subject == agent.member.node:

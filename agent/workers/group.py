@@ -139,10 +139,11 @@ class Unlinked(msgspec.Struct, frozen=True):
 
 
 class Hung(msgspec.Struct, frozen=True):
-    """These ranks make no progress."""
+    """These ranks make no progress. `deaf`: they will not hear that they are to leave."""
 
     local_ranks: tuple[int, ...]
     why: str
+    deaf: bool = False
 
 
 class Leave(msgspec.Struct, frozen=True):
@@ -314,8 +315,8 @@ class WorkerGroup:
                 return self._parted(local_rank, now_s)
             case SweptAlone(local_ranks) if self.state in _LINKED:
                 return self._carried(self.recall.swept(local_ranks), now_s)
-            case Hung(local_ranks, why) if self.state is State.RUNNING:
-                return self._hang(tuple(r for r in local_ranks if r in self.alive), why, "failure", now_s)
+            case Hung(local_ranks, why, deaf) if self.state is State.RUNNING:
+                return self._hang(tuple(r for r in local_ranks if r in self.alive), why, "failure", now_s, deaf)
             case Leave(reason) if self.state is State.RUNNING:
                 return self._leave("order", now_s, reason)
             case Leave() if self.state is State.STARTING and not self._cause:
@@ -420,7 +421,7 @@ class WorkerGroup:
         self._cause = self._cause or cause
         return []
 
-    def _leave(self, cause: Cause, now_s: float, reason: str) -> list[Effect]:
+    def _leave(self, cause: Cause, now_s: float, reason: str, dumped: tuple[int, ...] = ()) -> list[Effect]:
         """Out of this generation: to the barrier where that saves a process, else to the end."""
         self._cause = cause
         self._skew_deadline_s = None
@@ -429,9 +430,9 @@ class WorkerGroup:
         if not self._in_place or not self.recall.feasible:
             return self._begin_ladder(cause, now_s)
         self.state = State.RECALLING
-        return self._carried(self.recall.begin(reason, now_s), now_s)
+        return self._carried(self.recall.begin(reason, now_s, dumped), now_s)
 
-    def _hang(self, local_ranks: tuple[int, ...], why: str, cause: Cause, now_s: float) -> list[Effect]:
+    def _hang(self, local_ranks: tuple[int, ...], why: str, cause: Cause, now_s: float, deaf: bool = False) -> list[Effect]:
         if not local_ranks:
             return []
         self._hung = set(local_ranks)
@@ -442,7 +443,11 @@ class WorkerGroup:
         for local_rank in local_ranks:
             self.failures[local_rank] = End(local_rank, self.alive[local_rank], None, now_s, hung=True, why=why)
         first = self.failures[local_ranks[0]]
-        return [FirstFailure(first), DumpStacks(local_ranks, why), *self._leave(cause, now_s, f"rank hangs: {why}")]
+        return [
+            FirstFailure(first),
+            DumpStacks(local_ranks, why),
+            *self._leave(cause, now_s, f"rank hangs: {why}", local_ranks if deaf else ()),
+        ]
 
     # --- in place
 

@@ -26,7 +26,7 @@ Invariants
 - what a worker says of another generation than the one it was entered in changes nothing, but shows that it lives.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Literal
 
@@ -269,8 +269,11 @@ class Recall:
                 self._ranks[local_rank].place = Place.GONE
         return self._check_back()
 
-    def begin(self, reason: str, now_s: float) -> list[Effect]:
-        """Bring all ranks out of the present generation; `reason` is for those inside."""
+    def begin(self, reason: str, now_s: float, dumped: Collection[int] = ()) -> list[Effect]:
+        """Bring all ranks out of the present generation; `reason` is for those inside.
+
+        `dumped`: they are known not to hear of it, and their stacks are being printed already.
+        """
         if self.state != "running":
             return []
         self.state = "leaving"
@@ -285,6 +288,8 @@ class Recall:
                 rank.due_s = now_s + self.abort_timeout_s
                 # Silent before already: hardly more time. Not none: maybe this process stood still and has not read what was said.
                 rank.heard_s = max(rank.heard_s, now_s - SILENT_S + LAST_WORD_S)
+                if local_rank in dumped:
+                    rank.place, rank.due_s = Place.DUMPED, now_s + DUMP_S
                 told.append(local_rank)
             elif rank.place in _LIVING and rank.restartable is False:
                 unfit.append(local_rank)

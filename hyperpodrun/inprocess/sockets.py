@@ -28,8 +28,8 @@ _LOOP_THREAD: Final = "gloo_tcp_loop"
 _FD, _TASK = "/proc/self/fd", "/proc/self/task"
 _NUMBER: Final = struct.Struct("=q")
 CONNECT_S: Final = 0.2
-_LOOKS: Final = 20
-"""How often a loop that happens to be running is looked at again: it waits nearly all the time."""
+_LOOKS: Final = 5
+"""How often a loop that happens to be running is looked at again: it waits nearly all the time, unless the machine is overloaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ it returns or raises.
 
 import os
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -114,7 +114,7 @@ class Fetching:
             for landing in landings:
                 landing.fill(held.range(landing.start, landing.stop))
         else:
-            with closing(self._peer(fetch.source)) as peer:
+            with self._reading(fetch.source) as peer:
                 for landing in landings:
                     peer.fetch(fetch.shard, step, fetch.kind, landing.start, landing.stop, landing.into)
         for landing in landings:
@@ -166,24 +166,28 @@ class Fetching:
             for into, out in zip(here.range(fetch.start, fetch.stop), held, strict=True):
                 into.copy_(out)
             return fetch.kind
-        peer = self._peer(fetch.source)
+        with self._reading(fetch.source) as peer:
+            _receive(peer, fetch, step, here)
+        return fetch.kind
+
+    @contextmanager
+    def _reading(self, rank: int) -> Iterator[Peer]:
+        """A connection for much, which ends when this rank leaves; it reads memory where the node is the same."""
+        peer = self._peer(rank)
         try:
             with self._lock:
                 self._open.add(peer)
             if self._leaving:
                 raise TransferError("it is not wanted any more")
-            if self._cards[fetch.source].offer.node == self._cards[self._rank].offer.node:
+            if self._cards[rank].offer.node == self._cards[self._rank].offer.node:
                 refusal = peer.come_near()
                 if refusal:
-                    self.once(
-                        f"rank {self._rank} gets the state through sockets, memory of rank {fetch.source} is closed: {refusal}"
-                    )
-            _receive(peer, fetch, step, here)
+                    self.once(f"rank {self._rank} gets the state through sockets, memory of rank {rank} is closed: {refusal}")
+            yield peer
         finally:
             with self._lock:
                 self._open.discard(peer)
                 peer.close()
-        return fetch.kind
 
     def _local(self, fetch: plan.Fetch) -> bool:
         return fetch.source == self._rank

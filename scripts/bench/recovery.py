@@ -61,7 +61,8 @@ def jobs(who: Contestant, kinds: list[str], quick: bool) -> list[list[str]]:
     if quick and who is not IN_PLACE:
         mine = [kind for kind in mine if kind in KINDS[:2]]
     alone = [kind for kind in mine if kind in OUTSIDE or (who.shrinks and kind != "exception")]
-    times = {kind: 1 if quick or (kind in alone) else FAULTS.get(kind, 1) for kind in mine}
+    most = 1 if quick else 3 if who in (IN_PLACE, BY_PROCESS) else 2  # theirs take their time
+    times = {kind: 1 if kind in alone else min(most, FAULTS.get(kind, 1)) for kind in mine}
     together = [kind for kind in mine if kind not in alone]
     timed = [kind for kind in together if who.times_out and kind in HANGS]  # their collectives have another timeout then
     batches = [[kind for kind in part for _ in range(times[kind])] for part in ([k for k in together if k not in timed], timed)]

@@ -5,9 +5,10 @@
 
 Restore: one rank of a gloo job has lost everything and gets the state of its peers into the memory of its new objects, whose pages are
 there (in place): "near" when all ranks are of one node, "far" through sockets when each is a node of its own. The whole of `restore()`
-counts, and its phases are shown, and processor time, which another load on the machine does not change much. In the same run, in turn: as many bytes over one plain loopback socket into such memory; torch's DCP
-loading the same state in one process, from a folder on disk (page cache warm) and from /dev/shm; and, with an interpreter that has
-torchft, its HTTP transport between two processes, with the copy into the model. What does not fit into memory is left out.
+counts, and its phases are shown, and processor time, which another load on the machine does not change much. In the same run, in
+turn: as many bytes over one plain loopback socket into such memory; torch's DCP loading the same state in one process, from a folder
+on disk (page cache warm) and from /dev/shm; and, with an interpreter that has torchft, its HTTP transport between two processes, with
+the copy into the model. What does not fit into memory is left out.
 
 Memory: what `restore()` took at its peak beyond what the process had before, on the rank that was lost and on one that was not.
 

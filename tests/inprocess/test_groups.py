@@ -131,6 +131,7 @@ def test_a_peer_that_dies_between_its_address_and_its_connection_is_not_waited_f
     if g == 0:
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False, wait_for_workers=False)
         if r == 0:
+            os.environ["WORLD_SIZE"] = "5"
             dist.init_process_group("gloo", store=store, rank=0, world_size=5)
             threading.Event().wait()
         inner = store

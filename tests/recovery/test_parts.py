@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hyperpodrun.recovery import codec, rng, shard
-from hyperpodrun.recovery.parts import Part, RecoveryError, part_of
+from hyperpodrun.recovery.parts import Part, RecoveryError, hand_over, part_of
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -152,3 +152,36 @@ def test_the_modes_of_random_states(given: Any, mode: str) -> None:
     assert rng.mode_of(given) == mode
     with pytest.raises(ValueError, match="rng='some'"):
         rng.mode_of("some")
+
+
+def test_what_is_given_up_gives_its_memory() -> None:
+    old, new = nn.Linear(3, 2), nn.Linear(3, 2)
+    where = [parameter.data_ptr() for parameter in old.parameters()]
+    before = [parameter.detach().clone() for parameter in old.parameters()]
+    hand_over(part_of("model", old), part_of("model", new))
+    assert [parameter.data_ptr() for parameter in new.parameters()] == where
+    assert all(torch.equal(one, other) for one, other in zip(new.parameters(), before, strict=True))
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in new.parameters())
+
+
+@pytest.mark.parametrize("which", ["the new one is seen by others", "the old one is a piece of more"])
+def test_memory_that_is_not_theirs_alone_is_filled_where_it_is(which: str) -> None:
+    old, new = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    if which.startswith("the old"):
+        old.weight.data = torch.zeros(8)[:6].view(2, 3)
+    seen = new.weight.data.view(-1) if which.startswith("the new") else None
+    old.weight.data.copy_(torch.arange(6.0).view(2, 3))
+    where = new.weight.data_ptr()
+    hand_over(part_of("model", old), part_of("model", new))
+    assert new.weight.data_ptr() == where
+    assert torch.equal(new.weight, old.weight)
+    assert seen is None or torch.equal(seen, torch.arange(6.0))
+
+
+def test_parameters_that_were_one_memory_do_not_become_so_elsewhere() -> None:
+    old = nn.ParameterList([torch.ones(3), torch.ones(3)])
+    old[1].data = old[0].data
+    new = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
+    hand_over(part_of("model", old), part_of("model", new))
+    assert new[0].data_ptr() != new[1].data_ptr()
+    assert torch.equal(new[0], torch.ones(3)) and torch.equal(new[1], torch.ones(3))

@@ -83,7 +83,7 @@ def refused():
 def interrupted():
     "A second fault, just before what was fetched would be taken for good, leaves everything that was held."
     before = rank < 2 and live()
-    def fault(self, needs, made): raise RuntimeError(f"second fault after step {made.step} was fetched")
+    def fault(self, made): raise RuntimeError(f"second fault after step {made.step} was fetched")
     with patched(restoring.Restoring, "_take_over", fault):
         try: life(8, 9)
         except RuntimeError as error: print("told", error, flush=True)

@@ -57,6 +57,22 @@ def without(kind: type, method: str) -> Patch:
     return patch
 
 
+def lingers_in_a_closed_job(mp: pytest.MonkeyPatch) -> None:
+    original = node.Node.__init__
+
+    def born(self: node.Node, *args: Any, **kinds: Any) -> None:
+        original(self, *args, **kinds)
+        if self.ended:
+            self.ended, self.first = False, []
+
+    mp.setattr(node.Node, "__init__", born)
+
+
+def never_reminds(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(voice, "remind", lambda *a: [])
+    mp.setattr(voice, "take_back", lambda *a: [])
+
+
 def returns(owner: object, name: str, value: object) -> Patch:
     """A function that always answers the same."""
     return lambda mp: mp.setattr(owner, name, lambda *_, **__: value)
@@ -369,6 +385,8 @@ BUGS = (
     Bug("processes stay that are to be replaced everywhere", "A8", keeps_all_processes),
     Bug("processes of a node stay that are to be replaced there", "A8", keeps_fresh),
     Bug("processes at the restart barrier are not ended", "A8", forgets_the_parked),
+    Bug("an agent is started again in a closed job and stays", "A9", lingers_in_a_closed_job, nodes=(3, 16), seed=76618),
+    Bug("what an agent said before it was started again keeps a node out", "M8", never_reminds, nodes=(3, 16), seed=69704),
     Bug("a repeat offender gets the place of a spare", "A6", prefers_offenders, seed=500),
 )  # fmt: skip
 

@@ -219,6 +219,22 @@ def test_hung_rank_is_dumped_and_blamed() -> None:
     assert [(end.local_rank, end.hung) for end in effects[0].failures] == [(2, True)]
 
 
+def test_rank_that_hears_nothing_is_killed_as_soon_as_its_stacks_are_printed() -> None:
+    group = inside()
+    effects = group.handle(g.Hung((2,), "its link is silent", deaf=True), 10.0)
+    assert kinds(effects) == ["FirstFailure", "DumpStacks", "Interrupt"]
+    assert effects[2].local_ranks == (0, 1, 2), "should it hear after all"
+    for rank in range(2):
+        assert group.handle(g.Said(rank, link.AtBarrier(0)), 10.1) == []
+    assert group.next_deadline_s() == 11.0
+    assert group.handle(g.Tick(), 11.0) == [recall.KillAlone((2,))]
+    group = inside()
+    group.handle(g.Hung((2,), "its link is silent", deaf=True), 10.0)
+    for rank in range(3):
+        effects = group.handle(g.Said(rank, link.AtBarrier(0)), 10.5)
+    assert kinds(effects) == ["Back"], "it has heard after all"
+
+
 def test_stop_order_ends_processes_wherever_they_are() -> None:
     group = inside(2)
     group.handle(g.Said(0, FAULT), 2.0)
@@ -297,7 +313,7 @@ EVENTS = st.one_of(
     st.builds(g.Said, st.integers(0, 2), MESSAGES),
     st.builds(g.Said, st.integers(0, 2), MESSAGES),
     st.builds(g.Unlinked, st.integers(0, 2)),
-    st.builds(g.Hung, st.just((1,)), st.just("no progress")),
+    st.builds(g.Hung, st.just((1,)), st.just("no progress"), st.booleans()),
     st.builds(g.Leave, st.just("elsewhere")),
     st.just(g.Release()),
     st.just(g.OthersDone()),
