@@ -118,10 +118,24 @@ def of(name: str) -> Memory | None:
 
 def remember(name: str, memory: Memory) -> None:
     """From now on this is what the process remembers; the one before may go."""
-    _remembered[name] = memory
+    earlier, _remembered[name] = _remembered.get(name), memory
     parting.at_parting(f"the state {name!r}", memory.part)
+    if earlier is not None and earlier is not memory.before:
+        loosen(earlier)
 
 
 def forget(name: str) -> Any:
     """Let it go."""
-    return _remembered.pop(name, None)
+    memory = _remembered.pop(name, None)
+    if memory is not None:
+        loosen(memory)
+    return memory
+
+
+def loosen(memory: Memory) -> None:
+    """Nobody needs its live parts any more, and nobody is offered them.
+
+    Those who write versions hold it and each other: its tensors would stay until the garbage collector comes by.
+    """
+    memory.stop = memory.part = _nothing
+    memory.step, memory.parts = -1, ()

@@ -228,7 +228,9 @@ class RecoverableState:
         if self._tiered is not None:
             self._begin_tiered(self._tiered, step, attempt.offers)
         meeting.barrier()
-        mine.before = None
+        before, mine.before = mine.before, None
+        if before is not None:
+            memory.loosen(before)
         counters.note_restored(step + 1)
         if versions is None:
             mine.only({plan.private(rank, where.world_size) for rank in range(where.world_size)})
@@ -347,7 +349,8 @@ class RecoverableState:
         if self._mode == "counter":
             rng.seed_all(self._seed, self._where.rank if self._where else 0, step)
 
-    def _say(self, text: str) -> None:
+    @staticmethod
+    def _say(text: str) -> None:
         print(f"hyperpodrun: {text}", file=sys.stderr, flush=True)
 
 
