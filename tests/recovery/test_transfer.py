@@ -75,11 +75,10 @@ def test_strangers_get_nothing(server: Server) -> None:
     "noise", [b"", bytes(range(64)), TOKEN + struct.pack("<I", 2**32 - 1), TOKEN + struct.pack("<I", 9) + b"\xc1" * 9]
 )
 def test_noise_hurts_nobody(server: Server, peer: Peer, noise: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection, suppress(OSError):  # it may hang up at any point
         connection.sendall(noise)
         connection.shutdown(socket.SHUT_WR)
-        with suppress(ConnectionResetError):
-            assert connection.recv(1) == b""
+        assert connection.recv(1) == b""
     peer.layout("model", 7, "live")
 
 
