@@ -183,7 +183,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     """(step, source, end, all that was said) of each rank by scenario, all run one after another by the same three processes."""
     folder = tmp_path_factory.mktemp(f"jobs-{os.getpid()}")  # names of jobs are made of it
     work = [(name, before, broken) for name, (before, broken, *_) in SCENARIOS.items()]
-    said = run_gloo(folder, JOB + FAULTS + RUN, 3, json.dumps(work))
+    try:
+        yield _told(run_gloo(folder, JOB + FAULTS + RUN, 3, json.dumps(work)))
+    finally:
+        for path in Path(node_state.BASE).glob(f"{node_state.prefix()}test-{folder.name}*"):
+            shutil.rmtree(path)
+
+
+def _told(said: list[str]) -> Outcome:
     found: Outcome = {name: [] for name in SCENARIOS}
     for text in said:
         for part in text.split("scenario ")[1:]:
@@ -194,9 +201,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
                         step, source = int(rest.split()[0]), rest.split()[1]
                     case "end", end:
                         found[name].append((step, source, end, part))
-    yield found
-    for path in Path(node_state.BASE).glob(f"{node_state.prefix()}test-{folder.name}*"):
-        shutil.rmtree(path)
+    return found
 
 
 @pytest.mark.torch
