@@ -139,11 +139,13 @@ def install(layout: Layout, parts: Sequence[Part], tensors: Sequence[torch.Tenso
 
 
 def view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a flat uint8 tensor of the CPU, writable. The tensor must outlive it."""
+    """The memory of a flat uint8 tensor of the CPU, writable, for as long as somebody has the view (or a part of it)."""
     size = tensor.numel()
     if not size:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # what was copied from a device has no other owner
+    return memoryview(memory).cast("B")
 
 
 def pack(shard: Shard) -> bytes:

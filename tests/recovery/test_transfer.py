@@ -6,6 +6,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,27 @@ def test_a_whole_shard_arrives_in_place(peer: Peer, held: shard.Shard) -> None:
     here = shard.Shard(layout, tensors)
     peer.fetch("model", 7, "live", 0, here.nbytes, here.range(0, here.nbytes))
     assert shard.pack(here) == shard.pack(held)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of a device: the CPU gets a copy of it, which lives as long as somebody has it."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # read only
+        return torch.device("cuda")
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_what_a_device_holds_is_sent_and_packed_as_it_is() -> None:
+    plain = made(*([200] * 50))
+    held = shard.Shard(plain.layout, [tensor.as_subclass(Elsewhere) for tensor in plain.tensors])  # type: ignore[arg-type]
+    into = torch.zeros(held.nbytes, dtype=torch.uint8)
+    with closing(Server(TOKEN, lambda *_: held, "127.0.0.1")) as server, closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
+        peer.fetch("model", 7, "live", 0, held.nbytes, [into])
+    assert torch.equal(into, torch.cat(plain.tensors))
+    assert shard.pack(held) == shard.pack(plain)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 3), (3, 9), (CHUNK_BYTES - 3, 3 * CHUNK_BYTES + 5), (4 * CHUNK_BYTES, -1)])
