@@ -29,11 +29,17 @@ class Exchange:
     def __init__(self, rank: int, world_size: int, copies: int, group: Any = None) -> None:
         self._rank = rank
         self._world_size = world_size
+        self._copies = copies
         self._group = group
         self._buddies = buddies(rank, world_size, copies)
         self._wards = [other for other in range(world_size) if rank in buddies(other, world_size, copies)]
         self._gathers = world_size <= GATHER_RANKS
         self._resize(0)
+
+    def keepers(self, rank: int) -> Sequence[int]:
+        """Who is given that rank's state, its buddies first."""
+        others = (other for other in range(self._world_size) if other != rank) if self._gathers else ()
+        return [*dict.fromkeys((*buddies(rank, self._world_size, self._copies), *others))]
 
     def swap(self, state: bytes, numbers: tuple[int, int] = (0, 0)) -> tuple[dict[int, bytes], tuple[int, int]]:
         """Give this rank's state; the states of others that are now kept here, and the largest numbers.

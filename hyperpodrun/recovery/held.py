@@ -20,13 +20,13 @@ from hyperpodrun.recovery.shm import Version
 
 
 class Given:
-    """One thing held: the shard, made when it is asked for, and the number of restarts that came before it."""
+    """One thing held: the shard, made when it is asked for, and the restarts that came before it."""
 
-    def __init__(self, make: Callable[[], Shard], lineage: int, version: Version | None = None) -> None:
+    def __init__(self, make: Callable[[], Shard], history: plan.History, version: Version | None = None) -> None:
         self._make = make
         self._made: Shard | None = None
         self._version = version
-        self.lineage = lineage
+        self.history = history
 
     @property
     def live(self) -> bool:
@@ -57,22 +57,22 @@ class Held:
         """Add the live parts of this process, when they are whole, and the small states it keeps."""
         if earlier is None:
             return
-        lineage = len(earlier.history)
+        history = earlier.history
         if earlier.before is not None:
             self.remembered(earlier.before)
         if earlier.whole:
-            self._given[earlier.key, earlier.step, "live"] = Given(lambda: shard.of(earlier.parts, earlier.kin), lineage)
+            self._given[earlier.key, earlier.step, "live"] = Given(lambda: shard.of(earlier.parts, earlier.kin), history)
         states = {f"common {earlier.key}": earlier.common, **earlier.private}
         for name, kept in sorted(states.items()):
             for step in kept.steps():
-                self._given[name, step, "live"] = Given(partial(blob, name, kept.get(step) or b""), lineage)
+                self._given[name, step, "live"] = Given(partial(blob, name, kept.get(step) or b""), history)
 
     def found(self, versions: Iterable[Version], needs: Container[str], kind: plan.Kind | None = None) -> None:
         """Add versions. What this rank needs is its own node's ("shm"); other shards are copies that are kept for others."""
         for version in versions:
             own = version.name in needs or version.name.startswith(("rank ", "common "))
             at = version.name, version.step, kind or ("shm" if own else "copy")
-            self._given[at] = Given(partial(_row, version), len(version.history), version)
+            self._given[at] = Given(partial(_row, version), version.history, version)
 
     def whole(self, name: str, step: int, kind: str) -> Shard | None:
         """That shard, if it is held and undamaged."""
@@ -98,7 +98,8 @@ def _holding(name: str, step: int, kind: str, given: Given) -> plan.Holding | No
         content = keys.sample(made) if given.live else ""  # of a version that may be damaged it would say nothing
     if made is None:
         return None
-    return plan.Holding(name, step, kind, made.nbytes, layout, content, given.lineage, *family)  # type: ignore[arg-type]  # a Kind
+    lineage, since = len(given.history), given.history[-1] if given.history else 0
+    return plan.Holding(name, step, kind, made.nbytes, layout, content, lineage, *family, since)  # type: ignore[arg-type]  # a Kind
 
 
 def _row(version: Version) -> Shard:

@@ -21,6 +21,7 @@ from hashlib import blake2b
 from hyperpodrun.recovery import shard, shm
 from hyperpodrun.recovery.held import blob
 from hyperpodrun.recovery.memory import KEPT, Memory
+from hyperpodrun.recovery.plan import went_to
 
 
 def write(folder: str, mine: Memory, whole: int | None) -> None:
@@ -30,7 +31,7 @@ def write(folder: str, mine: Memory, whole: int | None) -> None:
     """
     if mine.before is not None:
         write(folder, mine.before, None)
-    restored = mine.history[-1] if mine.history else -1
+    restored = went_to(mine.history[-1]) if mine.history else -1
     small = {f"common {mine.key}": mine.common, **mine.private}
     for name, kept in sorted(small.items()):
         with _alone(folder, name):

@@ -4,15 +4,18 @@ Theory. A shard that lives on fewer nodes than there shall be copies is lost wit
 buddies on other nodes, in other racks first, the ranks that keep the least yet, the nearest of these in the order of ranks. A job on
 one node needs none: the node's shared memory outlives its workers. Where that is too small, ranks of the same node are buddies.
 
+Private states are with other ranks anyway (exchange.py), but in their processes. So that a lost node and then all processes do not
+make an end of them, ranks on other nodes write them into shared memory with their own.
+
 Invariants: no two copies of a shard on one node, unless the job has but one; nobody keeps a copy of what it has itself.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from hyperpodrun.recovery.plan import Offer
+from hyperpodrun.recovery.plan import Offer, private
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -48,4 +51,17 @@ def place(offers: Sequence[Offer], copies: int, cramped: Collection[str] = ()) -
             load[best.rank] += 1
             used.add(best.node)
             racks |= {best.group} - {""}
+    return tuple(places)
+
+
+def of_private(offers: Sequence[Offer], copies: int, keepers: Callable[[int], Sequence[int]]) -> tuple[Place, ...]:
+    """Who writes whose private state besides the rank itself. `keepers`: those who are given a rank's state, best first."""
+    nodes = {offer.rank: offer.node for offer in offers}
+    places = []
+    for rank in sorted(nodes):
+        used = {nodes[rank]}
+        for keeper in keepers(rank):
+            if len(used) < copies and nodes[keeper] not in used:
+                places.append(Place(private(rank, len(nodes)), rank, keeper))
+                used.add(nodes[keeper])
     return tuple(places)

@@ -10,7 +10,8 @@ whole version before it waits (wave 1) until another one has it (wave 0): a seco
 
 Timelines. A restart to step v makes what came after v void, though it may still lie about (a node that was away comes back with it).
 So everything held knows its *history*, the steps that the job has been restored to: what was made after `n` restarts (its lineage)
-counts only if none of the later ones went back behind it. The longest history offered is the job's.
+counts only if none of the later ones went back behind it. The longest history offered is the job's. Each restart has a *mark* of its
+own: nodes that were apart and have each gone on by themselves have histories that differ, and only one of them is continued.
 
 Changed worlds. Private states carry the size of their world in their names. In a world of another size rank r goes on with the
 private state of rank r modulo the old size, and that is right only if the samplers' states are equal on all ranks (counted in
@@ -37,13 +38,14 @@ History = tuple[int, ...]
 STRIPE_BYTES = 32 << 20
 """Shards larger than this are fetched from several holders at once."""
 MAX_STRIPES = 4
+_MARK_BITS = 32
 ALIGN_BYTES = 64
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
     """One version of one shard. `layout` is the digest of its names, types and shapes, `content` one of values ("": unknown).
 
-    `family`, `members`: see shard.Layout.
+    `lineage`: how many restarts came before it, `since`: what its history ends with. `family`, `members`: see shard.Layout.
     """
 
     shard: str
@@ -55,6 +57,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     lineage: int = 0
     family: str = ""
     members: int = 0
+    since: int = 0
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -128,6 +131,16 @@ class Contradiction(ValueError):
     rung = "end"
 
 
+def restart(step: int, mark: int) -> int:
+    """For a history: a restart that went to that step (-1: a new beginning), with a number that no other has."""
+    return step << _MARK_BITS | mark & ((1 << _MARK_BITS) - 1)
+
+
+def went_to(restart: int) -> int:
+    """The step that this restart went to."""
+    return restart >> _MARK_BITS
+
+
 def private(rank: int, world: int) -> str:
     """The name of a private state."""
     return f"rank {rank} of {world}"
@@ -185,8 +198,13 @@ def _anew(world: int, offers: Sequence[Offer], holders: "_Holders") -> list[_Way
 
 
 def _valid(offer: Offer, history: History) -> Offer:
-    """Without what a later restart has made void."""
-    holdings = tuple(held for held in offer.holdings if all(held.step <= back for back in history[held.lineage :]))
+    """Without what a later restart has made void, or what is another timeline's."""
+    holdings = tuple(
+        held
+        for held in offer.holdings
+        if held.since == (history[held.lineage - 1] if held.lineage else 0)
+        and all(held.step <= went_to(back) for back in history[held.lineage :])
+    )
     return offer if len(holdings) == len(offer.holdings) else msgspec.structs.replace(offer, holdings=holdings)
 
 

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import closing, contextmanager
+from hashlib import blake2b
 
 import msgspec
 import torch
@@ -26,7 +27,7 @@ from hyperpodrun.recovery.held import Held
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.parts import Part, RecoveryError, hand_over
 from hyperpodrun.recovery.shard import Shard
-from hyperpodrun.recovery.transfer import TOKEN_BYTES, Server
+from hyperpodrun.recovery.transfer import Server, new_token
 from hyperpodrun.recovery.versions import Room
 from hyperpodrun.recovery.where import Meeting, Where, own_address
 
@@ -90,6 +91,11 @@ class Restoring:
         """Everybody's, by rank."""
         return {rank: card.offer for rank, card in self.cards.items()}
 
+    @property
+    def mark(self) -> int:
+        """A number that all ranks have, and no other attempt."""
+        return int.from_bytes(blake2b(self._token, digest_size=8).digest())
+
     def look(self) -> plan.Plan | plan.Infeasible:
         """What could be done: offers are exchanged, nothing changes."""
         self._meet(Card(self._offer, "", 0))
@@ -98,7 +104,7 @@ class Restoring:
     def restore(self, room: Callable[[str], Room] | None) -> Restored | Nothing:
         """Do it. `room`: for the card, given this host's address. Raises plan.Contradiction, RecoveryError."""
         meeting = self._meeting
-        self._token = meeting.from_first("token", os.urandom(TOKEN_BYTES))
+        self._token = meeting.from_first("token", new_token())
         server = Server(self._token, self._find, readable=True)
         with closing(server):
             host = own_address(os.environ.get(names.RANK0_ADDR, "127.0.0.1"))

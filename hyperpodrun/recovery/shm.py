@@ -30,7 +30,7 @@ from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Layout, Shard, view
 
 _HEAD = struct.Struct("<8sqQQQQ16s")
-_MAGIC_WHOLE, _MAGIC_TORN = b"HPRstat2", b"HPR-torn"
+_MAGIC_WHOLE, _MAGIC_TORN = b"HPRstat3", b"HPR-torn"
 _PAGE_BYTES = 4096
 _COPY_BYTES = 4 << 20
 VERSIONS, PARTING = (".0", ".1"), (".2", ".3", ".4")

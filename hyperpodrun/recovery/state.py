@@ -29,7 +29,7 @@ import torch
 
 from hyperpodrun.inprocess.progress import counters, note_step
 from hyperpodrun.inprocess.session import update_section
-from hyperpodrun.recovery import keys, memory, plan, private, rng, shard
+from hyperpodrun.recovery import keys, memory, placement, plan, private, rng, shard
 from hyperpodrun.recovery.exchange import Exchange
 from hyperpodrun.recovery.held import Held, blob
 from hyperpodrun.recovery.memory import Memory
@@ -37,7 +37,7 @@ from hyperpodrun.recovery.parts import Part, RecoveryError, expected_bytes, part
 from hyperpodrun.recovery.restoring import Nothing, Restored, Restoring
 from hyperpodrun.recovery.tiered import EVERY, Tiered
 from hyperpodrun.recovery.tiered import found as stored_in
-from hyperpodrun.recovery.transfer import TOKEN_BYTES
+from hyperpodrun.recovery.transfer import new_token
 from hyperpodrun.recovery.versions import Room, Versions, found_by
 from hyperpodrun.recovery.where import Meeting, Where, look, ranks_of
 
@@ -104,6 +104,7 @@ class RecoverableState:
         self._exchange: Exchange | None = None
         self._versions: Versions | None = None
         self._writes_shard = False
+        self._small: Sequence[placement.Place] = ()
         self._every, self._waits = 1, False
         self._checks = CHECKS
         self.restored_from = "fresh"
@@ -135,7 +136,7 @@ class RecoverableState:
         if earlier is not None:
             mine.heap = earlier.heap
         if self._copies >= 2:
-            token = meeting.from_first("versions", os.urandom(TOKEN_BYTES))
+            token = meeting.from_first("versions", new_token())
             self._versions = Versions(where, mine, self._copies, token, self._say)
             mine.part = self._versions.part
         mine.stop = self._close
@@ -154,7 +155,7 @@ class RecoverableState:
         else:
             step, self.restored_from = found.step, found.source
             self._install_small(attempt.blobs, step, found.world)
-        mine.history = (*found.history, step)
+        mine.history = (*found.history, plan.restart(step, attempt.mark))
         if keys.is_of_one_state(self._models, ranks_of(self._group, where.world_size), where.world_size):
             mine.kin = shard.Kin(*keys.family_of(offer.needs[0] for offer in attempt.offers.values()), where.rank)
         if earlier is not None:
@@ -224,7 +225,9 @@ class RecoverableState:
         self._writes_shard = attempt.first_on_node()
         if versions is not None:
             rooms = {rank: card.room for rank, card in attempt.cards.items() if card.room is not None}
-            versions.begin(step, self._names(), attempt.offers, rooms, self._writes_shard)
+            if self._exchange is not None and not self._private.empty:
+                self._small = placement.of_private(list(attempt.offers.values()), self._copies, self._exchange.keepers)
+            versions.begin(step, self._names(), attempt.offers, rooms, self._small, self._writes_shard)
         if self._tiered is not None:
             self._begin_tiered(self._tiered, step, attempt.offers)
         meeting.barrier()
@@ -265,7 +268,8 @@ class RecoverableState:
         mine, where = self._memory, self._where
         assert mine is not None and where is not None
         of_node = [mine.key, *([f"common {mine.key}"] if self._common else [])] if self._writes_shard else []
-        return [*self._privates(where.rank), *of_node]
+        of_others = (place.shard for place in self._small if place.buddy == where.rank)
+        return [*self._privates(where.rank), *of_others, *of_node]
 
     # --- a step
 

@@ -184,6 +184,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
 
 
+def new_token() -> bytes:
+    """What nobody can guess."""
+    return os.urandom(TOKEN_BYTES)
+
+
 def tune(connection: socket.socket) -> None:
     """Small messages do not wait for larger ones."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

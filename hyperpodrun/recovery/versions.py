@@ -66,9 +66,17 @@ class Versions:
         return Room(free, expected, host, self._copies.port)
 
     def begin(
-        self, step: int, names: Sequence[str], offers: Mapping[int, plan.Offer], rooms: Mapping[int, Room], first: bool
+        self,
+        step: int,
+        names: Sequence[str],
+        offers: Mapping[int, plan.Offer],
+        rooms: Mapping[int, Room],
+        small: Sequence[placement.Place],
+        first: bool,
     ) -> None:
         """The state after `step` is in place. `first`: this is the first rank of its node that has its shard; `names` is written.
+
+        `small`: who writes whose private state besides its rank.
 
         What is copied of a rank is all that it needs (`offers`): its shard, and what is common to those who have it.
         """
@@ -78,7 +86,7 @@ class Versions:
         self._roomy = self._where.node not in cramped
         sent = offers[rank].needs if any(place.owner == rank for place in places) else ()
         self._node.begin(step, history, names, sent, self._roomy)
-        self._in_use = _in_use(self._where, offers, places)
+        self._in_use = _in_use(self._where, offers, places, small)
         addresses = {other: (room.host, room.port) for other, room in rooms.items()}
         wards = [(name, addresses[p.owner]) for p in places if p.buddy == rank for name in offers[p.owner].needs]
         self._copies.begin(wards, bool(sent), history)
@@ -159,11 +167,14 @@ def found_by(where: Where, earlier: Memory | None) -> list[shm.Version]:
     return [*on_node, *(version for slots in heap.values() for version in slots.found())]
 
 
-def _in_use(where: Where, offers: Mapping[int, plan.Offer], places: Sequence[placement.Place]) -> set[str]:
-    """The shards of which this node has versions in this world: its own ranks', and those that it keeps copies of."""
+def _in_use(
+    where: Where, offers: Mapping[int, plan.Offer], places: Sequence[placement.Place], small: Sequence[placement.Place]
+) -> set[str]:
+    """The shards of which this node has versions in this world: its own ranks', and those that it keeps for others."""
     ranks = {rank for rank, offer in offers.items() if offer.node == where.node}
     owners = {place.owner for place in places if place.buddy in ranks}
-    return {plan.private(rank, where.world_size) for rank in ranks} | {
+    privates = {plan.private(rank, where.world_size) for rank in ranks} | {place.shard for place in small if place.buddy in ranks}
+    return privates | {
         name for rank in ranks | owners for name in offers[rank].needs
     }  # fmt: skip
 

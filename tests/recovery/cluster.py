@@ -112,7 +112,7 @@ class Cluster:
         self.current: Task | None = None
         self.tasks: list[Task] = []
         self.generation = 0
-        self.broken = False
+        self.broken = self.lost_node = False
         self.world: list[Process] = []
         self.stores: dict[tuple[int, str], dict[str, bytes]] = {}
         self.gathered: dict[tuple[int, int], dict[int, Any]] = {}
@@ -177,6 +177,7 @@ class Cluster:
         for other in lost:
             self.end(other)
         if kind == "node":
+            self.lost_node = True
             shutil.rmtree(node_folder(self.folder, process.node), ignore_errors=True)
         task.dying = True
         raise Killed
@@ -202,7 +203,7 @@ class Cluster:
     def run(self, world: Sequence[Process], life: Callable[[], Any]) -> list[Any]:
         """One generation: what each rank's `life` gave, or by what it was ended."""
         self.generation += 1
-        self.broken = False
+        self.broken = self.lost_node = False
         self.world = list(world)
         for process in world:
             process.deferring = 0
@@ -463,6 +464,8 @@ def edges(patch: pytest.MonkeyPatch, every: int) -> Iterator[Callable[[Cluster],
     patch.setattr(where, "_calls", {})
     patch.setattr(exchange, "dist", FakeDist(cluster))
     patch.setattr(restoring, "Server", server)
+    for module in (restoring, state):
+        patch.setattr(module, "new_token", lambda: bytes([cluster().generation]) * 16)
     patch.setattr(restoring, "own_address", lambda towards: "here")
     patch.setattr(copies, "Server", server)
     patch.setattr(copies, "Peer", peer)

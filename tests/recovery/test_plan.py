@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyperpodrun.recovery.plan import STRIPE_BYTES, Contradiction, Fetch, Holding, Infeasible, Kind, Offer, Plan, feasible, make
+from hyperpodrun.recovery.plan import (
+    STRIPE_BYTES,
+    Contradiction,
+    Fetch,
+    Holding,
+    Infeasible,
+    Kind,
+    Offer,
+    Plan,
+    feasible,
+    make,
+    restart,
+)
 
 
 def live(shard: str, step: int, nbytes: int = 100, kind: Kind = "live", layout: str = "a", content: str = "") -> Holding:
@@ -100,12 +112,35 @@ def test_a_newer_stored_checkpoint_wins() -> None:
 
 def test_what_a_restart_went_back_behind_is_void() -> None:
     """Rank 2's node was away while the job went back to step 4 and on to 6; it still has step 7 of before."""
-    now = [Offer(rank, "a", ("model",), (Holding("model", 6, "live", 100, lineage=1),), history=(4,)) for rank in range(2)]
+    history = (restart(4, 1),)
+    newest = Holding("model", 6, "live", 100, lineage=1, since=history[0])
+    now = [Offer(rank, "a", ("model",), (newest,), history=history) for rank in range(2)]
     away = Offer(2, "b", ("model",), (live("model", 7), live("model", 4, kind="shm")))
     made = make([*now, away])
-    assert isinstance(made, Plan) and (made.step, made.history) == (6, (4,))
-    made = make([Offer(0, "a", ("model",), history=(4,)), away])
+    assert isinstance(made, Plan) and (made.step, made.history) == (6, history)
+    made = make([Offer(0, "a", ("model",), history=history), away])
     assert isinstance(made, Plan) and made.step == 4
+
+
+@pytest.mark.parametrize("back", [-1, 3])
+def test_nodes_that_went_on_apart_are_not_mixed(back: int) -> None:
+    """Each restarted to the same step by itself; both have step 5 now, one the model and one the other part of it."""
+    here, there = (restart(back, mark) for mark in (1, 2))
+    offers = [
+        Offer(
+            rank,
+            node,
+            ("model", "other"),
+            tuple(Holding(name, 5, "live", 100, lineage=1, since=since) for name in names),
+            history=(since,),
+        )
+        for rank, (node, since, names) in enumerate([("a", here, ["model"]), ("b", there, ["model", "other"])])
+    ]
+    both, one = make(offers), make(offers[:1])
+    assert isinstance(one, Infeasible) and one.history == (here,)
+    assert isinstance(both, Plan) and both.history == (there,)
+    assert {fetch.source for fetch in both.fetches} == {1} and both.of(0)
+    assert {fetch.rank for fetch in both.fetches if fetch.shard == "model"} == {0}
 
 
 def world(size: int, old: int, step: int, samplers: str = "") -> list[Offer]:

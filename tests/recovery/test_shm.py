@@ -144,7 +144,7 @@ def test_where_the_newest_version_may_be_torn_elsewhere_both_stay(tmp_path: Path
     assert everything(tmp_path)["model"] >= {3, 6, 8}
     # They part again, before any version was made since.
     mine = memory_at(9, 8, 9)
-    mine.history = (8,)
+    mine.history = (plan.restart(8, 1),)
     parting.write(str(tmp_path), mine, whole=None)
     assert everything(tmp_path)["model"] >= {8, 9} and everything(tmp_path)[EXACT] >= {8, 9}
     parting.forget(str(tmp_path))
