@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hyperpodrun.recovery.exchange import Exchange
 from hyperpodrun.recovery.pace import BUDGET, Pace
-from hyperpodrun.recovery.placement import Place, place
+from hyperpodrun.recovery.placement import Place, of_private, place
 from hyperpodrun.recovery.plan import Offer
 
 
@@ -61,3 +62,12 @@ def test_no_version_is_begun_while_one_is_waited_for() -> None:
     pace = Pace()
     pace.begin(4)
     assert [pace.due(step, 3, waits=step == 8) for step in range(5, 12)] == [True, False, False, False, True, False, False]
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.integers(2, 4))
+def test_a_private_state_is_written_once_a_node_on_as_many_as_there_shall_be(nodes: list[str], copies: int) -> None:
+    places = of_private(sharded("".join(nodes)), copies, Exchange(0, len(nodes), copies).keepers)
+    for rank, node in enumerate(nodes):
+        on = [node, *(nodes[one.buddy] for one in places if one.owner == rank)]
+        assert len(on) == len(set(on)) == min(copies, len(set(nodes)))
+    assert all(one.shard == f"rank {one.owner} of {len(nodes)}" for one in places)
