@@ -202,8 +202,8 @@ class AttemptRunner:
                     self.links.send(local_rank, link.Part())
             case group.Ask(local_ranks):
                 self._ask(local_ranks)
-            case recall.DumpStacks(local_ranks, why):
-                self._dump_stacks({r: pid for r in local_ranks if (pid := self._group.alive.get(r))}, why)
+            case recall.DumpStacks(local_ranks, why, ends):
+                self._dump_stacks({r: pid for r in local_ranks if (pid := self._group.alive.get(r))}, why, ends)
             case group.Kill():
                 self._sweeper.kill_now()
             case group.FirstFailure(end):
@@ -252,12 +252,13 @@ class AttemptRunner:
                     self._desk.back_after(self._reactor.now_s() - self._failed_at_s)
                     self._failed_at_s = None
 
-    def _dump_stacks(self, pids: dict[int, int], why: str) -> None:
+    def _dump_stacks(self, pids: dict[int, int], why: str, ends: bool) -> None:
         self._desk.tell_dump(pids, why)
         for local_rank, pid in sorted(pids.items()):
             if self.links.send(local_rank, link.Dump()):
-                self._asked_to_dump[local_rank] = pid
-                self._reactor.call_later(stacks.ANSWER_S, partial(self._dump_from_outside, local_rank, pid))
+                if ends:
+                    self._asked_to_dump[local_rank] = pid
+                    self._reactor.call_later(stacks.ANSWER_S, partial(self._dump_from_outside, local_rank, pid))
             else:
                 self._desk.dump_from_outside(local_rank, pid)
 

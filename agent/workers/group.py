@@ -445,7 +445,7 @@ class WorkerGroup:
         first = self.failures[local_ranks[0]]
         return [
             FirstFailure(first),
-            DumpStacks(local_ranks, why),
+            DumpStacks(local_ranks, why, ends=deaf),
             *self._leave(cause, now_s, f"rank hangs: {why}", local_ranks if deaf else ()),
         ]
 

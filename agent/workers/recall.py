@@ -75,10 +75,11 @@ class Interrupt(msgspec.Struct, frozen=True):
 
 
 class DumpStacks(msgspec.Struct, frozen=True):
-    """Print the stacks of these ranks."""
+    """Print the stacks of these ranks. `ends`: they are ended next, and may die of being looked at from outside (stacks.py)."""
 
     local_ranks: tuple[int, ...]
     why: str
+    ends: bool = True
 
 
 class KillAlone(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 Four ways, the first that works:
 
 1. The worker's link, where there is one: its thread prints all stacks while it holds the interpreter's lock (`link.Dump`). A rank
-   that does not answer within ANSWER_S is looked at from outside:
+   that does not answer within ANSWER_S, and is to be ended anyway, is looked at from outside:
 2. By the worker's own faulthandler: forked workers print all stacks to their stderr at one real-time signal. It reads other threads'
    frames without the lock: where threads begin or end meanwhile, the process dies of it (60 of 1,349 dumps in a trial), so it is for
    those only where nothing moves, or that are to be killed anyway. In other processes the signal itself would kill, so SigCgt in

@@ -17,8 +17,8 @@ from itertools import pairwise
 STEPS = 12
 """All-reduces of a generation that nothing disturbs."""
 STEP_S = 0.01
-HANG_S, ABORT_S, WINDOW_S = 2, 4, 1
-"""--hang-timeout, --abort-timeout and --restart-window, seconds."""
+HANG_S, ABORT_S, WINDOW_S = 3, 10, 1
+"""--hang-timeout, --abort-timeout and --restart-window, seconds: a rank that other work on this machine holds up is no fault."""
 NOVICE_EVERY = 15
 """Generations; in this time one that fails at once is forgotten."""
 

@@ -192,8 +192,11 @@ def hook():
 
 
 def test_two_at_once(launch: Callable) -> None:
-    run = launch(*OPTIONS, script=script("if GENERATION == 0 and RANK > 0: os.kill(os.getpid(), signal.SIGKILL)"))
-    before, after = pids(run, 0), pids(run, 1)
+    run = launch(*OPTIONS, script=script("if GENERATION == 0: time.sleep(600)"))
+    before = pids(run, 0)
+    for rank in (1, 2):
+        os.kill(before[rank], signal.SIGKILL)
+    after = pids(run, 1)
     assert {rank for rank in after if after[rank] == before[rank]} == {0}
     finish(run, 1)
 

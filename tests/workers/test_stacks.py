@@ -175,5 +175,9 @@ def test_real_handlers_are_seen(waiting_python: subprocess.Popen[str]) -> None:
     assert kernel_facts(waiting_python.pid).startswith("main thread: ")
 
 
+@pytest.mark.processes
 def test_the_real_machine_is_asked_without_harm() -> None:
-    assert kernel_facts(os.getpid()) and stacks.plan(os.getpid(), {"PATH": "/nonexistent"}) == DumpPlan(os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert kernel_facts(other.pid) and stacks.plan(other.pid, {"PATH": "/nonexistent"}) == DumpPlan(other.pid)
+        assert other.poll() is None
+        other.kill()
