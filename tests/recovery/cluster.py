@@ -90,7 +90,6 @@ class Task:
         except BaseException as error:  # noqa: BLE001  # raised by the cluster's thread
             self.error = error
         self.over = True
-        self.cluster.back.release()
 
     def is_alive(self) -> bool:
         """As of a thread."""
@@ -221,7 +220,7 @@ class Cluster:
     def start(self, process: Process, run: Callable[[], Any], background: bool = False) -> Task:
         task = Task(self, process, run, background)
         self.tasks.append(task)
-        _pool.run(task.body, self.world.index(process) if not background else None)
+        _pool.run(task.body, self.back.release, self.world.index(process) if not background else None)
         return task
 
     def drain(self) -> None:
@@ -265,27 +264,34 @@ class Cluster:
 
 
 class _Pool:
-    """Threads that are used again: torch keeps what it has worked out for DTensors by thread."""
+    """Threads that are used again: torch keeps what it has worked out for DTensors by thread.
+
+    Nothing of them runs beside the others: one is ready when `run` returns, and has let everything go when it says `then`.
+    """
 
     def __init__(self) -> None:
         self._free: dict[Any, list[tuple[threading.Semaphore, list[Callable[[], None]]]]] = {}
 
-    def run(self, body: Callable[[], None], slot: Any) -> None:
+    def run(self, body: Callable[[], None], then: Callable[[], None], slot: Any) -> None:
         free = self._free.setdefault(slot, [])
         if free:
             wake, box = free.pop()
         else:
             wake, box = threading.Semaphore(0), []
-            threading.Thread(target=self._loop, args=(wake, box, slot), daemon=True).start()
-        box.append(body)
+            ready = threading.Event()
+            threading.Thread(target=self._loop, args=(wake, box, ready, slot), daemon=True).start()
+            ready.wait()
+        box.extend((then, body))
         wake.release()
 
-    def _loop(self, wake: threading.Semaphore, box: list[Callable[[], None]], slot: Any) -> None:
+    def _loop(self, wake: threading.Semaphore, box: list[Callable[[], None]], ready: threading.Event, slot: Any) -> None:
         torch.set_num_threads(1)
+        ready.set()
         while True:
             wake.acquire()
             box.pop()()
             self._free[slot].append((wake, box))
+            box.pop()()
 
 
 _pool = _Pool()
