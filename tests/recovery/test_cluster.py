@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hyperpodrun.recovery import RecoverableState, memory, rng
+from hyperpodrun.recovery import RecoverableState, memory, plan, rng
 
 SEED, STEPS, BATCH = 7, 8, 2
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -264,12 +264,12 @@ def _moved(
 
 
 class Run:
-    """A job in a cluster. `worlds`, `losses`: of the steps that count, by step; `restored`: (step, source) by generation."""
+    """A job in a cluster. `made`: by timeline and step, the losses by rank; `restored`: (step, source) by generation."""
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
-        self.worlds: dict[int, int] = {}
-        self.losses: dict[int, dict[int, float]] = {}
+        self.made: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}
+        self.history: tuple[int, ...] = ()
         self.checks: list[tuple[int, int, int, int, list[tuple[str, bytes]]]] = []
         self.restored: list[tuple[int, str]] = []
         self.states: list[RecoverableState] = []
@@ -303,6 +303,8 @@ class Run:
         start = state.restore()
         assert start > self.floor, (start, self.floor, state.why)
         self.states.append(state)
+        assert state._memory is not None
+        history = self.history = state._memory.history
         if rank == 0:
             self.restored.append((start, state.restored_from))
         self.checks.append((cluster.generation, start - 1, rank, world, values(net, optimizer)))
@@ -318,8 +320,7 @@ class Run:
             loss, grads = job.compute(whole if job.sharded else net, samples, step)
             cluster.point("backward")
             mean = job.mean(cluster.gather(grads))
-            self.worlds[step] = world  # what does not come to be will be done again
-            self.losses.setdefault(step, {})[rank] = loss
+            self.made.setdefault((history, step), {})[rank] = loss
             cluster.point("reduced")
             with state.update(step):
                 cluster.point("before the optimizer")
@@ -381,13 +382,20 @@ def _floor(world: Sequence[Process]) -> int:
     return max(whole, default=-1)
 
 
+def _timeline(history: tuple[int, ...], step: int) -> tuple[int, ...]:
+    """That in which the step was made that counts: behind the last restart that went to an earlier one."""
+    last = max(place for place, restart in enumerate(history) if plan.went_to(restart) < step)
+    return history[: last + 1]
+
+
 def check(run: Run) -> None:
     """Against the oracle, with the worlds that the steps that count were made in."""
     last = [one for one in run.checks if one[0] == run.cluster.generation]
     world = len(run.cluster.world)
-    worlds = [*(run.worlds[step] for step in range(STEPS)), world]
+    made = [run.made[_timeline(run.history, step), step] for step in range(STEPS)]
+    worlds = [*map(len, made), world]
     losses, before = oracle(run.job, worlds)
-    assert [[run.losses[step][rank] for rank in range(worlds[step])] for step in range(STEPS)] == losses
+    assert [[some[rank] for rank in range(len(some))] for some in made] == losses
     for _, step, rank, size, mine in last:
         assert size == worlds[step + 1]
         assert mine == before[step + 1][rank], (step, rank)
@@ -434,6 +442,7 @@ def test_any_faults_at_any_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FOUND = {
     10: "a world of one node begins anew while another node is away, which then comes back",
+    482: "of two timelines the earlier one is continued",
     902: "a node is lost, then a process before the lost ones are back",
     1087: "a node is lost, others take over, and one of them ends too",
     1030: "everything is done when the world becomes smaller",
