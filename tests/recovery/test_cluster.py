@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hyperpodrun.recovery import RecoverableState, memory, plan, rng
+from hyperpodrun.recovery import RecoverableState, memory, rng
+from hyperpodrun.recovery.plan import went_to
 
 SEED, STEPS, BATCH = 7, 8, 2
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -384,7 +385,7 @@ def _floor(world: Sequence[Process]) -> int:
 
 def _timeline(history: tuple[int, ...], step: int) -> tuple[int, ...]:
     """That in which the step was made that counts: behind the last restart that went to an earlier one."""
-    last = max(place for place, restart in enumerate(history) if plan.went_to(restart) < step)
+    last = max(place for place, restart in enumerate(history) if went_to(restart) < step)
     return history[: last + 1]
 
 
