@@ -8,7 +8,7 @@ import copy
 import os
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,15 @@ from hyperpodrun.recovery.plan import went_to
 
 SEED, STEPS, BATCH = 7, 8, 2
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the cluster's processes have: with other numbers of threads come other roundings, and other tests may have changed it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
