@@ -13,12 +13,13 @@ largest message.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import zmq
 
-from hyperpodrun.agent.reactor import Reactor
+from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.transport import frames
 from hyperpodrun.agent.transport.complaints import Complaints
 from hyperpodrun.agent.transport.frames import Hello, Identity, Refused, Welcome
@@ -29,6 +30,7 @@ from hyperpodrun.agent.transport.zsocket import HANDSHAKE_FAILED, NOBLOCK, Monit
 LINKS_A_NODE = 16
 MOST_NODES = 8192
 NAMELESS_S = 10.0
+"""So long a peer that was gone before it was looked at may come back and be named."""
 _ZAP_DOMAIN = b"hyperpodrun"
 
 
@@ -72,7 +74,7 @@ class Inbox:
         self._by_node: dict[str, list[bytes]] = {}
         self._accepted: dict[int, str] = {}
         self._fresh: set[int] = set()
-        self._nameless_s: dict[str, float] = {}
+        self._nameless: dict[str, Timer] = {}
         self._failed: tuple[int, int] | None = None
         self.port = 0
         self.socket = new_socket(context, zmq.ROUTER, settings)
@@ -83,12 +85,14 @@ class Inbox:
         if keys is not None:
             self._lock(reactor, context, keys)
         events = int(zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED) | HANDSHAKE_FAILED
-        self._now_s = reactor.now_s
+        self._reactor = reactor
         self._monitor = Monitor(reactor, self.socket, events, self._monitored, self._look_at_accepted)
         self._source = Source(reactor, self.socket, self._read_one)
 
     def close(self) -> None:
         """Close all connections."""
+        for timer in self._nameless.values():
+            timer.cancel()
         self._source.close()
         self._monitor.close()
         self.socket.close()
@@ -253,14 +257,20 @@ class Inbox:
             meaning = "it has another job secret or belongs to a job with another id"
         else:
             meaning = "it is no agent of this job"
-        if host == "?":  # it was gone before we looked; it will try again, and we shall be quicker
-            first_s = self._nameless_s.setdefault(meaning, self._now_s())
-            if self._now_s() - first_s < NAMELESS_S:
-                return
-        self._nameless_s.pop(meaning, None)
-        where = "an address that was not seen" if host == "?" else host
+        if host != "?":
+            if (timer := self._nameless.pop(meaning, None)) is not None:
+                timer.cancel()
+            self._tell_refused(host, meaning)
+        elif meaning not in self._nameless:  # it was gone before we looked; it will try again, and we shall be quicker
+            self._nameless[meaning] = self._reactor.call_later(NAMELESS_S, partial(self._tell_nameless, meaning))
+
+    def _tell_nameless(self, meaning: str) -> None:
+        del self._nameless[meaning]
+        self._tell_refused("an address that was not seen", meaning)
+
+    def _tell_refused(self, where: str, meaning: str) -> None:
         self._complaints.about(
-            f"handshake {host}",
+            f"handshake {where}",
             f"a peer at {where} failed the handshake at port {self.port}: {meaning}. It was refused; "
             "give all nodes of the job the same --job-secret-file and --job-id",
         )

@@ -54,6 +54,7 @@ def test_stranger_is_refused_and_the_job_goes_on(nodes, tmp_path: Path, theirs: 
     word = "job with another id" if theirs == "another job" else "secret"
     assert len(lines(stranger, word)) in (1, 2), f"a line for each contact point expected{nodes.story()}"
     for index in (0, 1):
+        nodes.runs[index].until(lambda index=index: lines(nodes.runs[index], word), "a line about the stranger")
         assert len(lines(nodes.runs[index], word)) == 1, f"node {index}{nodes.story()}"
     assert not stranger.notes("stranger")
     (tmp_path / "finish").touch()
