@@ -5,6 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+SAMPLER = r"""
+class Sampler:
+    "Counts the samples of the whole job, so any rank of any world can go on with it."
+    def __init__(self, rank, world): self.rank, self.world, self.position = rank, world, 0
+    def state_dict(self): return {"position": self.position}
+    def load_state_dict(self, state): self.position = state["position"]
+    def draw(self):
+        first = self.position + self.rank * BATCH
+        self.position += self.world * BATCH
+        return list(range(first, first + BATCH))
+"""
+"""For scripts that set BATCH."""
+
 
 def run(folder: Path, script: str, world: int, *arguments: str) -> list[str]:
     """Run a script as that many ranks (RANK, WORLD_SIZE, MEET for init_method); what each printed. All must succeed."""

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gloo_job import SAMPLER
 from gloo_job import run as run_gloo
 
 from hyperpodrun.agent.wire import node_state
 
-JOB = r"""
+JOB = (
+    SAMPLER
+    + r"""
 import hashlib, json, os, shutil, sys
 import torch, torch.distributed as dist
 from torch import nn
@@ -29,17 +32,6 @@ pace.Pace.every = lambda self: 3  # versions after steps 0, 3, 6, ...
 SEED, BATCH = 5, 2
 meets = iter(range(1000))
 layout = ""
-
-
-class Sampler:
-    "Counts the samples of the whole job, so any rank of any world can go on with it."
-    def __init__(self, rank, world): self.rank, self.world, self.position = rank, world, 0
-    def state_dict(self): return {"position": self.position}
-    def load_state_dict(self, state): self.position = state["position"]
-    def draw(self):
-        first = self.position + self.rank * BATCH
-        self.position += self.world * BATCH
-        return list(range(first, first + BATCH))
 
 
 def begin(ranks):
@@ -169,6 +161,7 @@ for name, text in json.loads(sys.argv[1]).items():
     try: exec(text)
     finally: lose(0, 1, 2, 3)
 """
+)
 
 FOUR_THREE_FOUR = """
 life(0, [0, 1, 2, 3], 8, breaks=True)

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gloo_job import SAMPLER
 from gloo_job import run as run_gloo
 
 from hyperpodrun.agent.wire import node_state
 
-JOB = r"""
+JOB = (
+    SAMPLER
+    + r"""
 import hashlib, os, random, sys
 import torch, torch.distributed as dist
 from torch import nn
@@ -22,17 +25,6 @@ os.environ[names.NODE] = f"node{me}"
 os.environ[names.JOB_ID] = "test-" + os.path.basename(os.environ["OUT"])
 torch.set_num_threads(1)
 SEED, BATCH = 5, 2
-
-
-class Sampler:
-    "Counts the samples of the whole job, so any rank of any world can go on with it."
-    def __init__(self, rank, world): self.rank, self.world, self.position = rank, world, 0
-    def state_dict(self): return {"position": self.position}
-    def load_state_dict(self, state): self.position = state["position"]
-    def draw(self):
-        first = self.position + self.rank * BATCH
-        self.position += self.world * BATCH
-        return list(range(first, first + BATCH))
 
 
 def build():
@@ -116,6 +108,7 @@ life(4, [0, 1, 2, 3], 6, rng="replicate")
 print("mine", random.random(), torch.rand(1).item())
 lose()
 """
+)
 
 
 @pytest.fixture(scope="module")
