@@ -62,11 +62,13 @@ def test_nodes_are_struck_from_outside_but_never_the_witnesss() -> None:
     assert judged(moved, [plan.Order(29, 2, "node-lost", "outside")]) == []
 
 
-def test_several_nodes_may_pass_a_generation_over() -> None:
+def test_a_generation_may_be_over_before_anybody_is_in() -> None:
     without = [entry for entry in entries(60) if entry.generation != 7]
     reduced = {generation: {0, 1, 2, 3} for generation in range(60) if generation != 7}
     assert plan.complaints(without, reduced, [], 4, 59, nodes=2) == []
     assert plan.complaints(without, reduced, [], 4, 59) == ["nobody entered the generations [7]"]
+    at_the_door = plan.Order(7, 0, "exception", "phase=enter")
+    assert plan.complaints(without, reduced, [at_the_door], 4, 59) == []
 
 
 def test_a_rank_that_was_left_out_is_named() -> None:
