@@ -1,6 +1,6 @@
 """The asking side of a transfer (see transfer.py).
 
-States: *far* (everything comes through the socket), *near* (the other's memory is read by the kernel, the socket brings checksums).
+States: *far* (everything comes through the socket), *near* (the other's memory is read by the kernel).
 Invariants: a range is complete and correct when `fetch` returns, else it raises TransferError.
 """
 
@@ -15,7 +15,6 @@ import torch
 from hyperpodrun.recovery import checksum, near
 from hyperpodrun.recovery.shard import Layout, view
 from hyperpodrun.recovery.transfer import (
-    CHUNK_BYTES,
     Have,
     Process,
     Refused,
@@ -26,7 +25,6 @@ from hyperpodrun.recovery.transfer import (
     Whose,
     chunks,
     message,
-    receive,
     receive_views,
     send,
     tune,
@@ -36,6 +34,9 @@ CONNECT_TIMEOUT_S = 10.0
 STALL_TIMEOUT_S = 60
 """A peer that says nothing for so long is given up; one that dies is noticed at once (reset)."""
 
+READ_BYTES = 32 << 20
+"""Of the other's memory at once: a few milliseconds in which a thread cannot be called off."""
+
 
 class Peer:
     """A connection to another worker's server. Raises TransferError throughout; to be closed."""
@@ -43,7 +44,8 @@ class Peer:
     def __init__(self, address: tuple[str, int], token: bytes) -> None:
         self._address = address
         self._token = token
-        self._pid = 0
+        self._process = Process(0, 0)
+        self._is_cut = False
         try:
             self._connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
             self._connection.settimeout(None)  # by the kernel's clock: Python's would poll before each call and end it early
@@ -72,19 +74,20 @@ class Peer:
         if not isinstance(reply, Process):
             raise TransferError(f"{self._name()} answered something else")
         refusal = near.refusal(reply.pid, reply.token_at, self._token)
-        self._pid = 0 if refusal else reply.pid
+        if not refusal:
+            self._process = reply
         return refusal
 
     def fetch(self, shard: str, step: int, kind: str, start: int, stop: int, into: Sequence[torch.Tensor]) -> None:
         """Fill these flat uint8 tensors of the CPU, `stop - start` bytes in all."""
         if sum(piece.numel() for piece in into) != stop - start:
             raise ValueError("the place is not as long as the range")
-        have = self._have(Want(shard, step, kind, start, stop, self._pid > 0))
+        have = self._have(Want(shard, step, kind, start, stop, self._process.pid > 0))
         try:
             if have.regions is None:
                 self._receive(shard, into)
             else:
-                self._read(shard, have.regions, into)
+                self._read(have.regions, into)
         except (OSError, EOFError, ValueError) as error:
             raise self._failed(error) from error
 
@@ -95,10 +98,15 @@ class Peer:
             receive_views(self._connection, [*views, memoryview(expected)])
             self._compare(shard, views, expected)
 
-    def _read(self, shard: str, regions: Sequence[near.Region], into: Sequence[torch.Tensor]) -> None:
-        for there, chunk in zip(near.cut(regions, CHUNK_BYTES), chunks(into), strict=True):
-            near.read(self._pid, there, near.regions(chunk))
-            self._compare(shard, [view(piece) for piece in chunk], receive(self._connection, checksum.BYTES))
+    def _read(self, regions: Sequence[near.Region], into: Sequence[torch.Tensor]) -> None:
+        pid = self._process.pid
+        for there, here in zip(near.cut(regions, READ_BYTES), near.cut(near.regions(into), READ_BYTES), strict=True):
+            if self._is_cut:
+                raise OSError("it is not wanted any more")
+            near.read(pid, there, here)
+        refusal = near.refusal(pid, self._process.token_at, self._token)
+        if refusal:
+            raise OSError(f"it let go of its memory while that was read ({refusal})")
 
     def _compare(self, shard: str, views: Sequence[memoryview], expected: bytes | bytearray) -> None:
         if checksum.of_memory(views) != expected:
@@ -106,6 +114,7 @@ class Peer:
 
     def cut(self) -> None:
         """What is under way fails at once. From any thread."""
+        self._is_cut = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

@@ -3,7 +3,9 @@
 Theory. While a world recovers, each worker that has something listens (`Server`); whoever needs a range of a shard asks for it on a
 connection of its own (`Peer.fetch`) and receives straight into the memory where it belongs: neither side copies the row, no tensor is
 pickled, TCP is the flow control. After each CHUNK_BYTES a checksum follows that the sender takes from its memory and the receiver from
-its own. A client that can read the server's memory itself (near.py) is told where the range lies, and only the checksums are sent.
+its own. A client that can read the server's memory itself (near.py) is told where the range lies and copies it, as memory is copied
+anywhere, without checksums; what it must not take is memory that is not the shard's any more. So the server's token stands in its
+memory for exactly as long as it serves, and the client looks there again after its last byte.
 
     client                                server
       | token, Want ------------------------> |
@@ -13,10 +15,10 @@ its own. A client that can read the server's memory itself (near.py) is told whe
       | Whose ------------------------------> |   once, by a client of the same node
       | <------------------ Process, or none  |
       | Want(near) -------------------------> |
-      | <---------- Have(regions), checksums  |
+      | <----------------------Have(regions)  |
 
 Invariants: only who knows the job's token for this recovery is answered; a range is complete and correct when `fetch` returns, else it
-raises TransferError; closing the server ends its connections.
+raises TransferError; closing the server ends its connections; no shard changes and no memory of one is freed before it is closed.
 Source: socket(7), sendmsg(2), recvmsg(2).
 """
 
@@ -115,6 +117,8 @@ class Server:
                 return
             self._closed = True
             connections = list(self._connections)
+        if self._secret is not None:
+            self._secret.raw = bytes(TOKEN_BYTES)  # first: who reads memory meanwhile does not believe it
         for connection in (self._listener, *connections):
             try:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -167,9 +171,9 @@ class Server:
             pieces = shard.range(want.start, want.stop)
             is_near = want.near and self._secret is not None and all(piece.device.type == "cpu" for piece in pieces)
             send(connection, msgspec.msgpack.encode(Have(regions=tuple(near.regions(pieces)) if is_near else None)))
-            for chunk in chunks(pieces):
+            for chunk in () if is_near else chunks(pieces):
                 views = [view(piece if piece.device.type == "cpu" else piece.cpu()) for piece in chunk]
-                send_views(connection, [*([] if is_near else views), memoryview(checksum.of_memory(views))])
+                send_views(connection, [*views, memoryview(checksum.of_memory(views))])
 
     def _process(self) -> Process | Refused:
         if self._secret is None:

@@ -27,29 +27,32 @@ def patched(where, name, value):
     finally: setattr(where, name, before)
 
 
-def flipped_reads():
-    "What this rank reads of others' memory has one wrong bit."
+def closed(): return patched(near, "_readv", lambda *_: (ctypes.set_errno(errno.EPERM), -1)[1])
+
+
+def others_memory():
+    "While this rank reads it the holder lets go of its memory."
     read = near.read
-    def flip(pid, there, here):
+    def changed(pid, there, here):
         read(pid, there, here)
-        if len(here) > 1 or here[0][1] != transfer.TOKEN_BYTES: ctypes.c_ubyte.from_address(here[0][0]).value ^= 4
-    return patched(near, "read", flip)
+        if len(here) > 1 or here[0][1] != transfer.TOKEN_BYTES: started.append(1)
+        elif started: ctypes.c_ubyte.from_address(here[0][0]).value ^= 4
+    started = []
+    return patched(near, "read", changed)
 
 
+@contextmanager
 def flipped_sends():
-    "What this rank sends has one wrong bit."
+    "What this rank sends has one wrong bit, and its memory cannot be read."
     send = transfer.send_views
     def flip(connection, views):
         copies = [bytearray(view) for view in views]
         copies[0][0] ^= 4
         send(connection, [memoryview(copy) for copy in copies])
-    return patched(transfer, "send_views", flip)
+    with patched(transfer, "send_views", flip), patched(transfer.Server, "_process", lambda self: transfer.Refused("closed")): yield
 
 
 def sometimes(): return patched(pace.Pace, "every", lambda self: 3)  # versions after steps 0, 3, ...
-
-
-def closed(): return patched(near, "_readv", lambda *_: (ctypes.set_errno(errno.EPERM), -1)[1])
 
 
 @contextmanager
@@ -103,12 +106,12 @@ SCENARIOS: dict[str, tuple[str, str, int, list[str], list[str]]] = {
     # name: what happens before the last life, what is broken in it, where it begins, where each rank's state comes from, what is told
     "undisturbed": ("", "nothing()", 0, ["fresh"] * 3, []),
     "memory is read": ("life(0, 4)\nif rank == 1: forget()", "nothing()", 5, ["own", "peer", "own"], []),
-    "a read is damaged": (
+    "memory is let go of": (
         "life(0, 4)\nif rank == 1: forget()",
-        "flipped_reads()",
+        "others_memory()",
         5,
         ["own", "peer", "own"],
-        ["rank 1 passes over rank 0 (live)", "arrived damaged (checksum)"],
+        ["rank 1 passes over rank 0 (live)", "it let go of its memory while that was read"],
     ),
     "memory is closed": (
         "life(0, 4)\nif rank == 1: forget()",
