@@ -31,7 +31,7 @@ from hyperpodrun.agent.wire import exit_codes, names
 from hyperpodrun.agent.wire.rungs import Symptoms
 from hyperpodrun.agent.workers import rendezvous
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
-from hyperpodrun.agent.workers.group import End
+from hyperpodrun.agent.workers.group_words import End
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import places
 from hyperpodrun.agent.workers.start import WorkerStarter

@@ -20,7 +20,7 @@ from hyperpodrun.agent.remains import Remains
 from hyperpodrun.agent.wire import exit_codes, link, names
 from hyperpodrun.agent.wire.launch import Worker
 from hyperpodrun.agent.worker_links import WorkerLinks
-from hyperpodrun.agent.workers import environment, group, recall, stacks
+from hyperpodrun.agent.workers import environment, group, group_words, recall, stacks
 from hyperpodrun.agent.workers.cgroup import WorkerCgroup
 from hyperpodrun.agent.workers.output import Output
 from hyperpodrun.agent.workers.placement import Place
@@ -55,8 +55,8 @@ class AttemptRunner:
         node: str,
         on_over: Callable[[Verdict], None],
         on_change: Callable[[], None],
-        on_first_failure: Callable[[group.End], None],
-        on_further_failure: Callable[[group.End], None],
+        on_first_failure: Callable[[group_words.End], None],
+        on_further_failure: Callable[[group_words.End], None],
         on_drained: Callable[[int], None],
         on_back: Callable[[Verdict], None],
         on_returned: Callable[[], None],
@@ -89,7 +89,7 @@ class AttemptRunner:
         self._hangs = HangWatch(config.hang_timeout_s)
         self._hang_tick: Timer | None = None
         self._remains = Remains(sweeper, output.error_file, self._swept_alone)
-        self._effects: deque[group.Effect] = deque()
+        self._effects: deque[group_words.Effect] = deque()
         self._busy = False
         self._slow: Timer | None = None
         self._failed_at_s: float | None = None
@@ -113,7 +113,7 @@ class AttemptRunner:
         self._failed_at_s = None
         self._desk.begin_attempt(world)
         self._hangs.begin()
-        self._feed(group.Start(self._config.nproc_per_node, world.generation))
+        self._feed(group_words.Start(self._config.nproc_per_node, world.generation))
 
     def go_on(self, world: World, store: tuple[str, int] | None = None, reason: str = "") -> None:
         """After `on_back`: the next world, with the processes that are there. `reason` is for the workers: why again."""
@@ -122,17 +122,17 @@ class AttemptRunner:
         self._reason = reason
         self._desk.begin_attempt(world)
         self._hangs.begin()
-        self._feed(group.Reenter(world.generation))
+        self._feed(group_words.Reenter(world.generation))
         self._on_change()
 
     def leave(self, reason: str) -> None:
         """The world is lost elsewhere: bring the workers out of it, in place where that saves one; `on_back` or `on_over` comes."""
         self._failed_at_s = self._failed_at_s or self._reactor.now_s()
-        self._feed(group.Leave(reason))
+        self._feed(group_words.Leave(reason))
 
     def release(self) -> None:
         """The function has returned on all ranks of the world."""
-        self._feed(group.Release())
+        self._feed(group_words.Release())
 
     def assembled(self) -> None:
         """All ranks of the world are inside their function."""
@@ -146,11 +146,11 @@ class AttemptRunner:
 
     def stop(self, kill: bool, part: bool = False) -> None:
         """End the attempt, with the grace or at once. `part`: other processes take over what these hold."""
-        self._feed(group.Stop(kill, part))
+        self._feed(group_words.Stop(kill, part))
 
     def others_done(self) -> None:
         """Another node's ranks have all ended well: those here have --exit-skew-timeout left."""
-        self._feed(group.OthersDone())
+        self._feed(group_words.OthersDone())
 
     def forward(self, number: int) -> None:
         """A signal for every rank."""
@@ -174,7 +174,7 @@ class AttemptRunner:
 
     # --- the group core
 
-    def _feed(self, event: group.Event) -> None:
+    def _feed(self, event: group_words.Event) -> None:
         """Effects are carried out in the order given; those of events that come of it follow."""
         self._effects += self._group.handle(event, self._reactor.now_s())
         if self._busy:
@@ -189,40 +189,40 @@ class AttemptRunner:
             self._hangs.stop()
         self._reset_tick()
 
-    def _carry_out(self, effect: group.Effect) -> None:
+    def _carry_out(self, effect: group_words.Effect) -> None:
         match effect:
-            case group.MakeProcesses(local_ranks):
+            case group_words.MakeProcesses(local_ranks):
                 self._make_processes(local_ranks)
-            case group.CancelStart():
+            case group_words.CancelStart():
                 self._starter.cancel()
                 self._close_streams()
-            case group.Part(local_ranks):
+            case group_words.Part(local_ranks):
                 self._enough_waiting()
                 for local_rank in local_ranks:
                     self.links.send(local_rank, link.Part())
-            case group.Ask(local_ranks):
+            case group_words.Ask(local_ranks):
                 self._ask(local_ranks)
             case recall.DumpStacks(local_ranks, why, ends):
                 self._dump_stacks({r: pid for r in local_ranks if (pid := self._group.alive.get(r))}, why, ends)
-            case group.Kill():
+            case group_words.Kill():
                 self._sweeper.kill_now()
-            case group.FirstFailure(end):
+            case group_words.FirstFailure(end):
                 self._first_failure(end)
-            case group.FurtherFailure(end):
+            case group_words.FurtherFailure(end):
                 self._on_further_failure(end)
-            case group.Sweep():
+            case group_words.Sweep():
                 self._sweeper.sweep(self._sweep_done)
-            case group.Back():
+            case group_words.Back():
                 self._enough_waiting()
                 self._on_back(self._desk.judge_back(effect))
-            case group.Over():
+            case group_words.Over():
                 self._enough_waiting()
                 self._remains.forget()
                 self._on_over(self._desk.judge(effect))
             case _:
                 self._carry_out_recall(effect)
 
-    def _carry_out_recall(self, effect: group.Effect) -> None:
+    def _carry_out_recall(self, effect: group_words.Effect) -> None:
         """What concerns single workers, over their links."""
         world = self.world
         assert world is not None
@@ -267,7 +267,7 @@ class AttemptRunner:
         if self._asked_to_dump.get(local_rank) == pid == self._group.alive.get(local_rank):
             self._desk.dump_from_outside(local_rank, pid)
 
-    def _first_failure(self, end: group.End) -> None:
+    def _first_failure(self, end: group_words.End) -> None:
         self._failed_at_s = end.at_s
         if self._group.state in (group.State.STOPPING, group.State.SWEEPING):
             self._desk.first_failure(end, others=len(self._group.alive))
@@ -284,7 +284,7 @@ class AttemptRunner:
         if self._tick:
             self._tick.cancel()
         deadline_s = self._group.next_deadline_s()
-        self._tick = None if deadline_s is None else self._reactor.call_at(deadline_s, lambda: self._feed(group.Tick()))
+        self._tick = None if deadline_s is None else self._reactor.call_at(deadline_s, lambda: self._feed(group_words.Tick()))
         hang_s = self._hangs.next_deadline_s()
         if self._hang_tick is not None and (
             hang_s is None or self._hang_tick.callback is None or hang_s < self._hang_tick.when_s
@@ -299,7 +299,7 @@ class AttemptRunner:
         self._hang_tick = None
         verdict = self._hangs.tick(self._reactor.now_s())
         if verdict is not None:
-            self._feed(group.Hung(verdict.local_ranks, verdict.why, verdict.deaf))
+            self._feed(group_words.Hung(verdict.local_ranks, verdict.why, verdict.deaf))
         else:
             self._reset_tick()
 
@@ -361,7 +361,7 @@ class AttemptRunner:
         self._close_streams()
         self._cgroup.add(pid for _, pid in pids)
         self._hangs.born([local_rank for local_rank, _ in pids], self._reactor.now_s())
-        self._feed(group.Started(tuple(pids)))
+        self._feed(group_words.Started(tuple(pids)))
         for local_rank, pid in pids:
             self._watch_child(pid, lambda status, local_rank=local_rank: self._exited(local_rank, status))  # type: ignore[misc]
         self._on_change()
@@ -369,7 +369,7 @@ class AttemptRunner:
     def _start_failed(self, reason: str, code: int) -> None:
         self._close_streams()
         self._desk.start_failed(reason, code)
-        self._feed(group.StartFailed(reason))
+        self._feed(group_words.StartFailed(reason))
 
     def _close_streams(self) -> None:
         """Our copies of the pipes' write ends: they must not keep the pipes open."""
@@ -385,7 +385,7 @@ class AttemptRunner:
         self._hangs.gone(local_rank)
         self._remains.ended(local_rank, pid)
         self._output.worker_ended(local_rank, lambda: self._drained(local_rank))
-        self._feed(group.Exited(local_rank, status))
+        self._feed(group_words.Exited(local_rank, status))
 
     def _drained(self, local_rank: int) -> None:
         self._draining.discard(local_rank)
@@ -395,17 +395,17 @@ class AttemptRunner:
 
     def _swept_alone(self, local_rank: int, left: tuple[str, ...]) -> None:
         self._desk.tell_unkillable(left)
-        self._feed(group.SweptAlone((local_rank,)))
+        self._feed(group_words.SweptAlone((local_rank,)))
 
     def _said(self, local_rank: int, message: link.FromWorker) -> None:
         self._asked_to_dump.pop(local_rank, None)
         self._hangs.heard(local_rank, message, self._reactor.now_s())
         if isinstance(message, link.Returned):
             self._hangs.gone(local_rank)
-        self._feed(group.Said(local_rank, message))
+        self._feed(group_words.Said(local_rank, message))
 
     def _unlinked(self, local_rank: int) -> None:
-        self._feed(group.Unlinked(local_rank))
+        self._feed(group_words.Unlinked(local_rank))
 
     def _ask(self, local_ranks: tuple[int, ...]) -> None:
         for local_rank in local_ranks:
@@ -424,7 +424,7 @@ class AttemptRunner:
         if self._swept is not None and not self._draining:
             left, self._swept = self._swept, None
             self._desk.tell_unkillable(left)
-            self._feed(group.Swept(left))
+            self._feed(group_words.Swept(left))
 
 
 def reason_of(error: Exception) -> str:

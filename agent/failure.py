@@ -20,7 +20,7 @@ from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import exit_codes
 from hyperpodrun.agent.wire.rungs import Asked
 from hyperpodrun.agent.workers import evidence, report, stacks
-from hyperpodrun.agent.workers.group import Back, End, Over
+from hyperpodrun.agent.workers.group_words import Back, End, Over
 from hyperpodrun.agent.workers.output import Output, StreamName
 
 

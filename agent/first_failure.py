@@ -15,7 +15,7 @@ from enum import Enum
 
 from hyperpodrun.agent.failure import FailureDesk, Verdict
 from hyperpodrun.agent.reactor import Reactor, Timer
-from hyperpodrun.agent.workers.group import End
+from hyperpodrun.agent.workers.group_words import End
 
 READ_S = 0.05
 VICTIM_WAIT_S = 0.3

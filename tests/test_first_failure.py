@@ -8,7 +8,7 @@ import pytest
 from hyperpodrun.agent.failure import Verdict
 from hyperpodrun.agent.first_failure import DOUBT_S, LOOK_AGAIN_S, READ_S, VICTIM_WAIT_S, FirstFailure
 from hyperpodrun.agent.wire.link import Fault
-from hyperpodrun.agent.workers.group import End
+from hyperpodrun.agent.workers.group_words import End
 
 FAILED = End(local_rank=1, pid=7, status=256, at_s=0.0)
 CULPRIT = End(local_rank=0, pid=6, status=9, at_s=0.1)
