@@ -12,7 +12,10 @@ exception is then in the thread's chain of handled exceptions; when it is not th
 
 Sections defer the raise: `critical()` for as long as it lasts (the agent's deadline is the bound), `update()` for UPDATE_S.
 
-Invariants: nothing is raised once `disarm` has returned, nor in any thread but the one that armed, nor in a forked child.
+An exception that C code raises is not preceded by a look for signals: one that is pending by then is looked at when the next function
+is entered, on the way out already. So the way out begins with a plain store, which the handler heeds, and not with a call.
+
+Invariants: nothing is raised once `run` has been left, nor in any thread but the one that runs, nor in a forked child.
 Source: signal(7), Python's `signal` (handlers run in the main thread), PEP 475.
 """
 
@@ -25,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from hyperpodrun.inprocess.errors import RestartRequested
 
@@ -36,11 +39,12 @@ UPDATE_S = 2.0
 SECTION_S = 0.5
 """How long communication is left alone for the sake of a section: what it waits for may be gone."""
 UNBLOCK_AFTER_S = 0.004
+T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 class Interrupter:
-    """One region of one thread at a time. `arm` and `disarm` are called by that thread, `stop` by another one."""
+    """One region of one thread at a time: what `run` runs. `stop` is called by another thread."""
 
     def __init__(self) -> None:
         self.left = threading.Event()
@@ -62,8 +66,21 @@ class Interrupter:
 
     # --- the thread that runs the function
 
-    def arm(self) -> None:
-        """From here to `disarm` this thread can be told to leave."""
+    def run(self, body: Callable[[], T]) -> T:
+        """What `body` gives. In it this thread can be told to leave: RestartRequested."""
+        try:
+            self._arm()
+            return body()
+        finally:
+            self._armed = False
+            while True:
+                try:
+                    self._disarm()
+                    break
+                except RestartRequested:
+                    pass  # by SetAsyncExc, and on its way before
+
+    def _arm(self) -> None:
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._on_main = threading.current_thread() is threading.main_thread()
@@ -74,19 +91,12 @@ class Interrupter:
         self.left.clear()
         self._armed = True
 
-    def disarm(self) -> None:
-        """Nothing is raised any more. May itself be broken once by a raise that was on its way; call it until it returns."""
-        while True:
-            try:
-                self._armed = False
-                if not self._on_main:
-                    with self._lock:
-                        _set_async(self._thread, None)
-                self._raised = None
-                self.left.set()
-                return
-            except RestartRequested:
-                continue
+    def _disarm(self) -> None:
+        if not self._on_main:
+            with self._lock:
+                _set_async(self._thread, None)
+        self._raised = None
+        self.left.set()
 
     @property
     def asked(self) -> bool:

@@ -192,21 +192,21 @@ class _Rounds:
         self._reserve.hold()
 
     def _attempt(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session, interrupter = self._session, self._session.interrupter
+        session = self._session
         counters.begin()
         session.set_stage("function")
         self._trace("function")
-        interrupter.arm()
-        try:
+
+        def body() -> Any:
             session.armed()
             _inject("enter")
             for action in self._options.initialize:
                 action()
             value = function(*args, **kwargs)
             _inject("return")
-        finally:
-            interrupter.disarm()
-        return value
+            return value
+
+        return session.interrupter.run(body)
 
     def _tell(self, error: BaseException) -> None:
         """Report it, unless it only is the way out that the agent asked for."""
@@ -241,8 +241,9 @@ class _Rounds:
             self._stage("health check")
             for action in self._options.health_check:
                 action()
-        except Exception as problem:
-            rung = problem.rung if isinstance(problem, HealthCheckError) else "inplace"
+        except BaseException as problem:  # whatever it is, it ends this process
+            asked = isinstance(problem, HealthCheckError | RestartRequested)
+            rung = (asked and problem.rung) or "inplace"
             reason = describe.headline(problem)
             self._trace("unfit", reason)
             self._session.send(link.Unfit(self._session.generation, reason, rung))

@@ -98,6 +98,7 @@ def test_a_hang_in_a_collective_is_freed(agent_of: Callable[..., FakeAgent], wha
     agent.play()
     ended_well(agent, 1)
     assert not faults(agent), agent.story()
+    assert len(agent.all_pids) == 2, agent.story()
 
 
 def test_a_group_that_is_never_made_is_left(agent_of: Callable[..., FakeAgent]) -> None:

@@ -1,5 +1,8 @@
 """The thread that runs the function is made to leave it, whatever it is doing there."""
 
+import ctypes
+import functools
+import operator
 import os
 import queue
 import signal
@@ -50,11 +53,7 @@ class Region:
         """What became of it: "left" by our raise, "returned", or the name of another exception."""
         self.stopper.start()
         try:
-            self.interrupter.arm()
-            try:
-                body()
-            finally:
-                self.interrupter.disarm()
+            self.interrupter.run(body)
         except RestartRequested as error:
             assert str(error) in ("asked to", "")
             return "left"
@@ -72,6 +71,20 @@ def region() -> Iterator[Region]:
     region = Region()
     yield region
     assert not region.stopper.is_alive()
+
+
+def test_an_exception_of_c_code_comes_before_the_raise(region: Region) -> None:
+    """The signal arrives in C code that raises: it is looked at when the next function is entered."""
+    libc = ctypes.CDLL(None)
+    region.interrupter.stop = lambda *_: None  # type: ignore[method-assign]  # told by hand, at one moment
+
+    def body() -> None:
+        region.interrupter._reason = "asked to"
+        numbers = map(libc["raise"], [region.interrupter._signal])
+        functools.reduce(operator.truediv, numbers, 1)  # 1 / 0, within one call
+
+    assert region.run(body) == "ZeroDivisionError"
+    assert region.interrupter.left.is_set()
 
 
 def spin(region: Region) -> None:
@@ -299,8 +312,7 @@ def test_users_handlers_stay(region: Region) -> None:
     before = signal.signal(free, lambda *_: seen.append(1))
     try:
         other = Interrupter()
-        other.arm()
-        other.disarm()
+        other.run(int)
         assert other._signal != free
         signal.raise_signal(free)
         assert seen == [1]
@@ -309,7 +321,6 @@ def test_users_handlers_stay(region: Region) -> None:
 
 
 def test_a_blocked_signal_is_let_through(region: Region) -> None:
-    region.interrupter.arm()
-    region.interrupter.disarm()
+    region.interrupter.run(int)
     signal.pthread_sigmask(signal.SIG_BLOCK, [region.interrupter._signal])
     assert region.run(lambda: spin(region)) == "left"

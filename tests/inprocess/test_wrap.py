@@ -339,6 +339,8 @@ def test_initialize_runs_before_each_call_and_its_failure_is_a_fault(agent: Fake
         ("finalize=[fine, fail]", "inplace", "RuntimeError: broken"),
         ("health_check=[fine, fail]", "inplace", "RuntimeError: broken"),
         ("health_check=unhealthy", "replace", "HealthCheckError: sick"),
+        ("health_check=asks", "replace", "RestartRequested: sick"),
+        ("finalize=exits", "inplace", "SystemExit: 1"),
         ("abort=[fail, fine]", "inplace", "AbortFailed: fail: RuntimeError: broken"),
         ("abort=slow", "inplace", "AbortFailed: slow: TookTooLong: slow did not end within 0.1 s"),
     ],
@@ -349,6 +351,8 @@ def test_what_cannot_be_cleared_up_is_replaced(agent: FakeAgent, option: str, ru
     def fine(): say("fine")
     def fail(): raise RuntimeError("broken")
     def unhealthy(): raise HealthCheckError("sick", rung="replace")
+    def asks(): raise RestartRequested("sick", rung="replace")
+    def exits(): sys.exit(1)
     def slow(): time.sleep(1000)
     """
     if "slow" in option:
