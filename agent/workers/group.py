@@ -276,6 +276,10 @@ class WorkerGroup:
     # --- in place
 
     def _said(self, local_rank: int, message: link.FromWorker, now_s: float) -> list[Effect]:
+        if not self._in_place and isinstance(
+            message, link.Fault
+        ):  # no ping() for too long; nothing else is told where processes end
+            return self._hang((local_rank,), message.headline, "failure", now_s) if self.state is State.RUNNING else []
         place = self.recall.place(local_rank)
         effects = self._carried(self.recall.heard(local_rank, message, now_s), now_s)
         after = self.recall.place(local_rank)
