@@ -380,6 +380,8 @@ class WorkerGroup:
             self._skew_deadline_s = None
             late = tuple(r for r in sorted(self.alive) if self.recall.place(r) not in (Place.RETURNED, Place.FREE))
             why = f"not done {self.skew_timeout_s:g} s after the first rank"
+            if not late:
+                why = f"its function has returned, but for {self.skew_timeout_s:g} s not those of all ranks of other nodes"
             return self._hang(late or tuple(sorted(self.alive)), why, "skew", now_s)
         if self.state in (State.RECALLING, State.BACK):
             return self._carried(self.recall.tick(now_s), now_s)
