@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hyperpodrun.agent.workers import stacks
+
 pytestmark = pytest.mark.processes
 
 # work() is the body of the wrapped function, run once all ranks have met in this generation.
@@ -384,3 +386,19 @@ if RANK == 1:
     finish(run, 0)
     assert "has closed the link of this process" in run.out, run.story()
     assert "it spoke for its rank" in run.err
+
+
+@pytest.mark.skipif(not stacks._may_trace("/proc"), reason="this user may not look into other processes")
+def test_c_frames_of_a_rank_that_is_not_freed_are_printed_where_py_spy_is_there(launch: Callable, tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    spy = folder / "py-spy"
+    spy.write_text('#!/bin/sh\necho "C frames: $*"\n')
+    spy.chmod(0o755)
+    work = f"if GENERATION == 0:\n    if RANK == 1: {HOLDS_THE_LOCK}\n    if RANK == 0: raise ValueError('boom')"
+    run = launch(*OPTIONS, "--abort-timeout=2", script=script(work), env={"PATH": f"{folder}:{os.environ['PATH']}"})
+    stuck = pids(run, 0)[1]
+    pids(run, 1)
+    finish(run, 1)
+    said = run.out + run.err
+    assert f"C frames: dump --native --pid {stuck}" in said, run.story()
