@@ -32,7 +32,6 @@ from hyperpodrun.agent.workers.group_words import (
     Back,
     CancelStart,
     Cause,
-    DumpStacks,
     Effect,
     End,
     Event,
@@ -60,7 +59,7 @@ from hyperpodrun.agent.workers.group_words import (
     Unlinked,
 )
 from hyperpodrun.agent.workers.ladder import Ladder, Rung
-from hyperpodrun.agent.workers.recall import Place
+from hyperpodrun.agent.workers.recall import DumpStacks, Place
 
 
 class State(Enum):

@@ -4,9 +4,9 @@
 
 Ranks that are ended anyway are looked at from outside as well, which a process may die of:
 
-2. `py-spy dump --native`, where it is installed and may look at the process (the same user, or the tracing capability): the frames of C
-   code too, which is where a rank is that neither a raise nor an abort has freed. It stops the process for 0.1 to 0.3 s; what it has
-   not printed when the ladder steps on (`ladder.DUMP_S`) may be lost.
+2. `py-spy dump --native`, where it is installed and may look at the process (the same user, or the tracing capability): with the
+   frames of C code, which is where a rank is that neither a raise nor an abort has freed. It stops the process for 0.1 to 0.3 s; what
+   it has not printed when the ladder steps on (`ladder.DUMP_S`) may be lost.
 3. Where the link has not answered within ANSWER_S, or there is none, the worker's own faulthandler: forked workers print all stacks to
    their stderr at one real-time signal. It reads other threads' frames without the lock: where threads begin or end meanwhile, the
    process dies of it (60 of 1,349 dumps in a trial). In other processes the signal itself would kill, so SigCgt in

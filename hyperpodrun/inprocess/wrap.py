@@ -256,8 +256,8 @@ class _Rounds:
             for action in self._options.health_check:
                 action()
         except BaseException as problem:  # whatever it is, it ends this process
-            asked = isinstance(problem, HealthCheckError | RestartRequested)
-            rung = (asked and problem.rung) or "inplace"
+            asked = problem.rung if isinstance(problem, HealthCheckError | RestartRequested) else ""
+            rung: link.Rung = asked or "inplace"
             reason = describe.headline(problem)
             self._trace("unfit", reason)
             self._session.send(link.Unfit(self._session.generation, reason, rung))
