@@ -258,14 +258,16 @@ class AttemptRunner:
             if self.links.send(local_rank, link.Dump()):
                 if ends:
                     self._asked_to_dump[local_rank] = pid
-                    self._reactor.call_later(stacks.ANSWER_S, partial(self._dump_from_outside, local_rank, pid))
+                    self._reactor.call_later(stacks.ANSWER_S, partial(self._dump_by_signal, local_rank, pid))
+                    self._desk.dump_c_frames(local_rank, pid)
             else:
-                self._desk.dump_from_outside(local_rank, pid)
+                self._desk.dump_by_signal(pid)
+                self._desk.dump_c_frames(local_rank, pid)
 
-    def _dump_from_outside(self, local_rank: int, pid: int) -> None:
+    def _dump_by_signal(self, local_rank: int, pid: int) -> None:
         """Whoever has said anything since lives, and prints its stacks itself."""
         if self._asked_to_dump.get(local_rank) == pid == self._group.alive.get(local_rank):
-            self._desk.dump_from_outside(local_rank, pid)
+            self._desk.dump_by_signal(pid)
 
     def _first_failure(self, end: group_words.End) -> None:
         self._failed_at_s = end.at_s

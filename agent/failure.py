@@ -128,13 +128,17 @@ class FailureDesk:
             if facts := stacks.kernel_facts(pid):
                 self._output.say(f"rank {self._first_rank + local_rank}, as the kernel sees it:\n{facts}")
 
-    def dump_from_outside(self, local_rank: int, pid: int) -> None:
-        """Print the stacks of a rank that does not do so when it is asked."""
+    def dump_c_frames(self, local_rank: int, pid: int) -> None:
+        """Print the stacks of a rank that is to be ended, with the frames of C code, where that can be done."""
+        plan = stacks.plan(pid, os.environ)
+        if plan.command:
+            self._run_dumper(local_rank, plan)
+
+    def dump_by_signal(self, pid: int) -> None:
+        """Have a rank that does not answer, and is to be ended, print its stacks."""
         plan = stacks.plan(pid, os.environ)
         if plan.signal is not None:
             os.kill(pid, plan.signal)  # not reaped yet, so still this worker
-        elif plan.command:
-            self._run_dumper(local_rank, plan)
 
     def _run_dumper(self, local_rank: int, plan: stacks.DumpPlan) -> None:
         name = f"stacks of rank {self._first_rank + local_rank}"

@@ -1,9 +1,11 @@
 """Which of the connections at the link's door speaks for which rank.
 
 A worker's main process does, where it connects. Where that is only a shell around the training process, the first restartable process
-below it does. Children that connect for themselves (data loaders) are greeted and speak for nobody.
+below it does. Other children that connect for themselves (an evaluation that the rank starts) are greeted, but are not promised any
+restart in place, and speak for nobody: theirs are plain calls, which nobody would ever tell to begin.
 
-Invariants: at most one connection a rank; a rank without one hears nothing, and is told of as unlinked once it has lost one.
+Invariants: at most one connection a rank; a rank without one hears nothing, and is told of as unlinked once it has lost one; who loses
+its part to the main process, which came later, is cut off.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +14,8 @@ from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.doors.link import Connection, LinkDoor
 from hyperpodrun.agent.reactor import Reactor
 from hyperpodrun.agent.wire import link
+
+_PLAIN = link.Welcome(inplace=False, abort_timeout_s=0.0)
 
 
 class WorkerLinks:
@@ -64,9 +68,13 @@ class WorkerLinks:
     def _message(self, connection: Connection, message: link.FromWorker) -> None:
         local_rank = connection.local_rank
         if isinstance(message, link.Hello):
-            connection.send(self._welcome)
+            former = self._speakers.get(local_rank)
             if connection.main or (message.restartable and not self._speaks(local_rank)):
                 self._speakers[local_rank] = connection
+                if former is not None and former.pid != connection.pid:
+                    former.close("it spoke for its rank, until the rank's main process came to do that itself")
+            mine = self._speakers.get(local_rank) is connection
+            connection.send(self._welcome if mine else _PLAIN)
         if self._speakers.get(local_rank) is connection and local_rank in self._alive():
             self._said(local_rank, message)
 

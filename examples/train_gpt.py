@@ -1,8 +1,8 @@
 """Train a small byte-level GPT on text that every Python ships, and survive losing a rank.
 
     python examples/train_gpt.py                                                   # one process
-    hyperpodrun --nproc-per-node 4 --inprocess-restart examples/train_gpt.py \\
-        --fail-at 70 --fail-rank 2 --fail-how kill                                 # four, one of which dies
+    HYPERPODRUN_INJECT="sigkill@rank=2,phase=backward,step=70" \\
+        hyperpodrun --nproc-per-node 4 --inprocess-restart examples/train_gpt.py   # four, one of which dies
 
 Plain PyTorch: DistributedDataParallel over gloo on CPUs and over NCCL on GPUs. The text is the help topics of `pydoc`, about 450 KB
 of English about Python.
@@ -42,6 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hyperpodrun.inprocess import inject
 from hyperpodrun.inprocess.wrap import HPWrapper
 from hyperpodrun.recovery import RecoverableState
 
@@ -248,21 +249,6 @@ class StopRequest:
         self.wanted = True
 
 
-def fail_on_purpose(step: int, options: argparse.Namespace) -> None:
-    """Play the fault that the command line asks for: once, in the first attempt."""
-    if step != options.fail_at or options.fail_rank != RANK or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return
-    print(f"rank {RANK} fails on purpose in step {step}: {options.fail_how}", flush=True)
-    if options.fail_how == "exit":
-        os._exit(13)
-    if options.fail_how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if options.fail_how == "raise":
-        raise RuntimeError(f"rank {RANK} fails on purpose in step {step}")
-    while True:  # hang
-        signal.pause()
-
-
 def over_all_ranks(values: list[float], device: torch.device) -> list[float]:
     """Sum of each value over all ranks."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
@@ -290,12 +276,12 @@ def train(
     """Take these steps. After each yields (steps done, mean loss over all ranks, whether to stop now)."""
     stop = StopRequest()
     for step in steps:
-        fail_on_purpose(step, options)
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (step + 1) / WARMUP_STEPS)
         inputs, targets = batch_at(text, step, options)
         loss = model(inputs.to(device), targets.to(device))
         loss.backward()
+        inject.point("backward", step)  # a place for rehearsed faults (HYPERPODRUN_INJECT)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with state.update(step):
             optimizer.step()
@@ -379,9 +365,6 @@ def parse_options() -> argparse.Namespace:
     add("--log-every", type=int, default=10, metavar="STEPS", help="steps between two progress lines (10)")
     add("--losses", type=Path, metavar="FILE", help="append the exact loss of each step (JSON lines, hexadecimal floats)")
     add("--sample", type=int, default=240, metavar="BYTES", help="length of the text written at the end (240; 0: none)")
-    add("--fail-at", type=int, metavar="STEP", help="lose a rank on purpose in this step, in the first attempt only")
-    add("--fail-rank", type=int, default=0, metavar="RANK", help="the rank to lose (0)")
-    add("--fail-how", choices=["exit", "kill", "raise", "hang"], default="kill", help="how it goes (kill: SIGKILL)")
     options = parser.parse_args()
     for name in ("steps", "batch_size", "block", "layers", "width", "checkpoint_every", "log_every"):
         if getattr(options, name) < 1:

@@ -32,7 +32,6 @@ from hyperpodrun.agent.workers.group_words import (
     Back,
     CancelStart,
     Cause,
-    DumpStacks,
     Effect,
     End,
     Event,
@@ -60,7 +59,7 @@ from hyperpodrun.agent.workers.group_words import (
     Unlinked,
 )
 from hyperpodrun.agent.workers.ladder import Ladder, Rung
-from hyperpodrun.agent.workers.recall import Place
+from hyperpodrun.agent.workers.recall import DumpStacks, Place
 
 
 class State(Enum):
@@ -276,6 +275,10 @@ class WorkerGroup:
     # --- in place
 
     def _said(self, local_rank: int, message: link.FromWorker, now_s: float) -> list[Effect]:
+        if not self._in_place and isinstance(
+            message, link.Fault
+        ):  # no ping() for too long; nothing else is told where processes end
+            return self._hang((local_rank,), message.headline, "failure", now_s) if self.state is State.RUNNING else []
         place = self.recall.place(local_rank)
         effects = self._carried(self.recall.heard(local_rank, message, now_s), now_s)
         after = self.recall.place(local_rank)
@@ -376,6 +379,8 @@ class WorkerGroup:
             self._skew_deadline_s = None
             late = tuple(r for r in sorted(self.alive) if self.recall.place(r) not in (Place.RETURNED, Place.FREE))
             why = f"not done {self.skew_timeout_s:g} s after the first rank"
+            if not late:
+                why = f"its function has returned, but for {self.skew_timeout_s:g} s not those of all ranks of other nodes"
             return self._hang(late or tuple(sorted(self.alive)), why, "skew", now_s)
         if self.state in (State.RECALLING, State.BACK):
             return self._carried(self.recall.tick(now_s), now_s)

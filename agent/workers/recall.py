@@ -396,7 +396,8 @@ class Recall:
         return effects
 
     def _check_returned(self) -> list[Effect]:
-        if self._all_returned or not self._at(Place.RETURNED) or self.unfinished():
+        entered = any(rank.entered == self.generation for rank in self._ranks.values())
+        if self._all_returned or not entered or self.unfinished():
             return []
         self._all_returned = True
         return [AllReturned()]

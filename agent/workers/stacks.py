@@ -1,17 +1,20 @@
 """How to see where a hung rank stands before it is killed: a plan for the agent, which alone sends signals and starts helpers.
 
-Four ways, the first that works:
+1. The worker's link, where there is one: its thread prints all stacks while it holds the interpreter's lock (`link.Dump`).
 
-1. The worker's link, where there is one: its thread prints all stacks while it holds the interpreter's lock (`link.Dump`). A rank
-   that does not answer within ANSWER_S, and is to be ended anyway, is looked at from outside:
-2. By the worker's own faulthandler: forked workers print all stacks to their stderr at one real-time signal. It reads other threads'
-   frames without the lock: where threads begin or end meanwhile, the process dies of it (60 of 1,349 dumps in a trial), so it is for
-   those only where nothing moves, or that are to be killed anyway. In other processes the signal itself would kill, so SigCgt in
+Ranks that are ended anyway are looked at from outside as well, which a process may die of:
+
+2. `py-spy dump --native`, where it is installed and may look at the process (the same user, or the tracing capability): with the
+   frames of C code, which is where a rank is that neither a raise nor an abort has freed. It stops the process for 0.1 to 0.3 s; what
+   it has not printed when the ladder steps on (`ladder.DUMP_S`) may be lost.
+3. Where the link has not answered within ANSWER_S, or there is none, the worker's own faulthandler: forked workers print all stacks to
+   their stderr at one real-time signal. It reads other threads' frames without the lock: where threads begin or end meanwhile, the
+   process dies of it (60 of 1,349 dumps in a trial). In other processes the signal itself would kill, so SigCgt in
    /proc/<pid>/status is read before it is ever sent.
-3. `py-spy dump`, where it is installed and may look at the process (the same user, or the tracing capability). It does not stop
-   the process; what it has not printed when the ladder steps on (`ladder.DUMP_S`) may be lost.
-4. What the kernel says of each thread: state, where it waits, its system call. Always told, since a thread in state D answers
-   neither of the others.
+
+And always, since a thread in state D answers none of them:
+
+4. What the kernel says of each thread: state, where it waits, its system call.
 
 Pure but for reading /proc, whose root is given in tests. Sources: proc(5), signal(7), faulthandler, ptrace(2), Yama's LSM docs.
 """
@@ -63,9 +66,8 @@ _CALLS = {
 
 
 class DumpPlan(msgspec.Struct, frozen=True):
-    """What the agent is to do about one hung rank.
-
-    `signal`: send this, the stacks then come through the worker's stderr. Else `command`: run this, the stacks are its stdout.
+    """How to look at one rank from outside. `signal`: it prints its stacks to its stderr at this one. `command`: prints them, with the
+    frames of C code, to its stdout.
     """
 
     pid: int
@@ -74,16 +76,13 @@ class DumpPlan(msgspec.Struct, frozen=True):
 
 
 def plan(pid: int, env: Mapping[str, str], proc: str = "/proc") -> DumpPlan:
-    """Decide for one process. `env` is the agent's environment (PATH)."""
+    """For one process. `env` is the agent's environment (PATH)."""
     if not kernel_facts(pid, proc):
         return DumpPlan(pid)  # it is gone
-    if catches(pid, DUMP_SIGNAL, proc):
-        return DumpPlan(pid, signal=DUMP_SIGNAL)
+    number = DUMP_SIGNAL if catches(pid, DUMP_SIGNAL, proc) else None
     py_spy = _on_path("py-spy", env)
-    if py_spy and _may_trace(proc):
-        command = (py_spy, "dump", "--nonblocking", "--pid", str(pid))
-        return DumpPlan(pid, command=command)
-    return DumpPlan(pid)
+    command = (py_spy, "dump", "--native", "--pid", str(pid)) if py_spy and _may_trace(proc) else ()
+    return DumpPlan(pid, number, command)
 
 
 def waits_in(lines: Sequence[str]) -> str | None:

@@ -63,7 +63,8 @@ class HPCallWrapper:
     def report_fault(self, reason: str, rung: Rung = "") -> None:
         """Ask for a restart of the job, of at least this rung ("inplace", "node", "all", "replace", "end"; "": the policy's choice).
 
-        In the function's thread this raises RestartRequested; in others it returns at once. Without an agent it raises in any thread.
+        In the function's thread this raises RestartRequested; in others it returns at once, and speaks of the present generation: end
+        threads that watch over one with it. Without an agent it raises in any thread.
         """
         if rung not in ("", "inplace", "node", "all", "replace", "end"):
             raise ValueError(f"rung={rung!r}: one of 'inplace', 'node', 'all', 'replace', 'end', or '' for the policy's choice")

@@ -46,10 +46,10 @@ def _flatten(checks: Iterable[Any]) -> Iterable[Check]:
 
 
 class CudaHealthCheck:
-    """The current CUDA device finishes what it has, and multiplies two small matrices as it did the first time, within `timeout` s.
+    """The current CUDA device finishes what it has, and multiplies two small matrices right, within `timeout` seconds.
 
-    Nothing without CUDA, and where the process has not touched it yet. The products are compared bit for bit with the first
-    check's of this process; the factors are small whole numbers, so the right product is known as well.
+    Nothing without CUDA, and where the process has not touched it yet. The factors are small whole numbers, so that the sum of the
+    product is exact, and known from sums of the factors.
     """
 
     def __init__(self, timeout: float = 30.0, size: int = 256) -> None:

@@ -211,11 +211,24 @@ class Interrupter:
 
 
 def unused_signal() -> int:
-    """A real-time signal for which nobody has a handler. Raises RuntimeError when there is none."""
+    """A real-time signal for which nobody has a handler, C libraries and faulthandler included, and that nobody ignores.
+
+    Raises RuntimeError when there is none.
+    """
+    taken = _mask("SigCgt") | _mask("SigIgn")
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
-        if signal.getsignal(number) == signal.SIG_DFL:
+        if signal.getsignal(number) == signal.SIG_DFL and not taken >> (number - 1) & 1:
             return number
     raise RuntimeError("every real-time signal of this process has a handler; the wrapper needs one of its own")
+
+
+def _mask(name: str) -> int:
+    """A set of signals in /proc/self/status: bit N - 1 is signal N; 0 where it cannot be read."""
+    try:
+        with open("/proc/self/status") as file:
+            return next((int(line.split()[1], 16) for line in file if line.startswith(f"{name}:")), 0)
+    except OSError:
+        return 0
 
 
 def _set_async(thread: int, kind: type[BaseException] | None) -> None:

@@ -13,13 +13,15 @@ import time
 from typing import Any
 
 GRACE_S = 0.2
+_STARTERS = tuple(f"multiprocessing.popen_{way}" for way in ("fork", "spawn_posix", "forkserver"))
+"""Imported when the first worker process is started: the workers may all be dead by now, and their iterators still there."""
 
 
 def shut_down() -> None:
     """End all of them. Iterating one of them again raises StopIteration or an error; a loader makes new ones."""
     module: Any = sys.modules.get("torch.utils.data.dataloader")
-    if module is None or not multiprocessing.active_children():
-        return  # without worker processes there is nothing to end, and looking for iterators is slow
+    if module is None or not any(name in sys.modules for name in _STARTERS):
+        return  # without worker processes there was never anything to end, and looking for iterators is slow
     kind = module._MultiProcessingDataLoaderIter
     iterators = [one for one in gc.get_objects() if issubclass(type(one), kind)]  # isinstance would run proxies' code
     for iterator in iterators:

@@ -49,7 +49,8 @@ class Session:
         self._released = -1
         self._parting = False
         self._ending: link.End | None = None
-        self._lost = False
+        self._lost = ""
+        """Why there is no agent any more."""
         self._ended = threading.Event()  # this process is about to
         self._stopper: threading.Thread | None = None
 
@@ -182,7 +183,7 @@ class Session:
 
     def _check_line(self) -> None:
         if self._lost:
-            raise InternalError("the agent of this node has ended; its workers end with it")
+            raise InternalError(self._lost)
 
     def _check_end(self) -> None:
         if self._ending is not None:
@@ -232,9 +233,9 @@ class Session:
             pass  # closed by the program: the agent still tells what the kernel says
         self.send(link.Dumped())
 
-    def _end(self, _reason: object = None) -> None:
+    def _end(self, reason: object) -> None:
         with self._changed:
-            self._lost = True
+            self._lost = str(reason)
             self._changed.notify_all()
 
     # --- beats

@@ -32,8 +32,8 @@ class HPAgentK8sAPIFactory:
 def wait_rank(timeout: float | None = None) -> tuple[int, int]:
     """(rank, world size), once both are known and stand in os.environ. Raises TimeoutError after `timeout` seconds.
 
-    They are known at once in every worker that runs a script. Where they are not (a spare's process that has been started
-    ahead), a wrapper of this process gets them with its first generation; call this from beside it.
+    They are known at once in every worker of this launcher: a spare's workers are forked when it is taken in, by a forkserver that
+    has imported torch before. What has to wait is code that another process starts with an environment of its own.
     """
     deadline_s = None if timeout is None else time.monotonic() + timeout
     while True:

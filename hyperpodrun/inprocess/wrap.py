@@ -26,7 +26,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hyperpodrun.agent.wire import link, names
@@ -45,6 +46,8 @@ __all__ = ["HPCallWrapper", "HPWrapper", "HealthCheckError", "InternalError", "R
 
 _running: HPCallWrapper | None = None  # of the protected call in this process
 _used = False  # a protected call has been made
+_watched: Session | None = None  # where processes only are restarted: one for all calls
+_watched_calls = 0  # that are under way, one inside another
 
 
 class HPWrapper:
@@ -89,7 +92,6 @@ class HPWrapper:
         self.finalize = _each("finalize", CheckpointlessFinalizeCleanup() if finalize is None else finalize)
         self.initialize = _each("initialize", initialize)
         self.health_check = _each("health_check", CudaHealthCheck() if health_check is None else health_check)
-        self._watched: Session | None = None
         self._connect: Connect = HPAgentK8sAPIFactory() if hp_api_factory is None else hp_api_factory
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,10 +110,8 @@ class HPWrapper:
         if session is None:
             caller = _running or HPCallWrapper(None, self.checkpoint_manager)
             args, kwargs = where.with_caller(args, kwargs, caller)
-            try:
+            with self._watching():
                 return function(*args, **kwargs)
-            finally:
-                self._unwatch()
         caller = HPCallWrapper(session, self.checkpoint_manager)
         args, kwargs = where.with_caller(args, kwargs, caller)
         _running, _used = caller, True
@@ -125,8 +125,10 @@ class HPWrapper:
 
     def _session(self) -> Session | None:
         """The line to the agent, if it restarts in place."""
+        global _watched
         if _used:
             _warn_once("a second wrapped call of this process runs unprotected: a fault in it restarts the process")
+        if _used or _watched is not None:
             return None
         session = Session()
         session.heartbeat_timeout_s = self.heartbeat_timeout_s
@@ -136,15 +138,27 @@ class HPWrapper:
             return None
         if session.inplace:
             return session
-        session.watch_only()
-        self._watched = session
+        _watched = session
         return None
 
-    def _unwatch(self) -> None:
-        """Where processes only are restarted: what follows the function is nobody's hang."""
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            watched.set_stage("returned", tell=False)
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Where processes only are restarted the agent watches the outermost call for hangs; what follows it is nobody's."""
+        global _watched_calls
+        session = _watched
+        if session is None or not self.enabled:
+            yield
+            return
+        if not _watched_calls:
+            session.heartbeat_timeout_s = self.heartbeat_timeout_s
+            session.watch_only()
+        _watched_calls += 1
+        try:
+            yield
+        finally:
+            _watched_calls -= 1
+            if not _watched_calls:
+                session.set_stage("returned", tell=False)
 
 
 class _Rounds:
@@ -242,8 +256,8 @@ class _Rounds:
             for action in self._options.health_check:
                 action()
         except BaseException as problem:  # whatever it is, it ends this process
-            asked = isinstance(problem, HealthCheckError | RestartRequested)
-            rung = (asked and problem.rung) or "inplace"
+            asked = problem.rung if isinstance(problem, HealthCheckError | RestartRequested) else ""
+            rung: link.Rung = asked or "inplace"
             reason = describe.headline(problem)
             self._trace("unfit", reason)
             self._session.send(link.Unfit(self._session.generation, reason, rung))

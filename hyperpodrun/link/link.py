@@ -41,7 +41,7 @@ MOST_QUEUED = 256
 """Messages, beyond what the kernel holds, that wait for the agent to take them."""
 _MOST_KEPT = 1024
 _READS = 64
-_ENDED = "the launcher's agent has closed the link: it has ended, or this process is none of its workers'"
+_ENDED = "the launcher's agent has ended, or has closed the link of this process; then the launcher's output says why"
 # Left to the thread in which they arise.
 _OWN_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 

@@ -31,11 +31,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def train(*arguments: str | Path, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the job to its end."""
-    return subprocess.run(
-        command(*arguments, ranks=ranks), capture_output=True, text=True, timeout=LIMIT_S, env=environment(), check=False
-    )
+def train(*arguments: str | Path, ranks: int = 0, fault: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the job to its end, with a planted fault."""
+    env = environment() | ({"HYPERPODRUN_INJECT": fault} if fault else {})
+    return subprocess.run(command(*arguments, ranks=ranks), capture_output=True, text=True, timeout=LIMIT_S, env=env, check=False)
 
 
 def finished(run: subprocess.CompletedProcess[str]) -> str:
@@ -79,14 +78,15 @@ def test_one_process_learns_and_shows_what_it_learnt(tmp_path: Path) -> None:
     assert "the model writes: The " in out
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(1, "kill"), (2, "exit"), (2, "raise")])
+@pytest.mark.parametrize(("ranks", "how"), [(1, "sigkill"), (2, "exit"), (2, "exception")])
 def test_job_that_loses_a_rank_goes_on_to_the_same_losses(
     ranks: int, how: str, tmp_path: Path, undisturbed: Callable[..., Losses]
 ) -> None:
-    fault = ["--fail-at", "8", "--fail-rank", str(ranks - 1), "--fail-how", how]
+    fault = f"{how}@rank={ranks - 1},phase=backward,step=8"
     state = ["--checkpoint", tmp_path / "saved", "--checkpoint-every", "5", "--losses", tmp_path / "losses"]
-    out = finished(train("--steps", "12", *state, *fault, ranks=ranks))
-    assert f"rank {ranks - 1} fails on purpose in step 8: {how}" in out
+    job = train("--steps", "12", *state, ranks=ranks, fault=fault)
+    out = finished(job)
+    assert f"injected fault {fault!r} strikes rank {ranks - 1} at step 8" in job.stderr
     assert "resumed from the checkpoint" not in out, "memory has a newer state"
     assert losses(tmp_path / "losses") == undisturbed(12, ranks)
     assert not list((tmp_path / "saved").glob("*.tmp"))
@@ -97,7 +97,7 @@ def test_order_of_sums_over_four_ranks_survives_a_restart(tmp_path: Path) -> Non
     """With more than two ranks and one gradient bucket the order of additions shows in the last bits (`settle`)."""
     size = ["--layers", "2", "--width", "128"]
     state = ["--checkpoint", tmp_path / "saved", "--checkpoint-every", "2", "--losses", tmp_path / "losses"]
-    finished(train("--steps", "5", *size, *state, "--fail-at", "3", ranks=4))
+    finished(train("--steps", "5", *size, *state, ranks=4, fault="sigkill@rank=0,phase=backward,step=3"))
     finished(train("--steps", "5", *size, "--losses", tmp_path / "undisturbed", ranks=4))
     assert losses(tmp_path / "losses") == losses(tmp_path / "undisturbed")
 

@@ -1,6 +1,7 @@
 """The thread that runs the function is made to leave it, whatever it is doing there."""
 
 import ctypes
+import faulthandler
 import functools
 import operator
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -318,6 +320,17 @@ def test_users_handlers_stay(region: Region) -> None:
         assert seen == [1]
     finally:
         signal.signal(free, before)
+
+
+def test_a_handler_that_python_does_not_know_of_stays(tmp_path: Path) -> None:
+    free = interrupt.unused_signal()
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.register(free, file)
+        try:
+            assert signal.getsignal(free) == signal.SIG_DFL and interrupt.unused_signal() != free
+        finally:
+            faulthandler.unregister(free)
+    assert interrupt.unused_signal() == free
 
 
 def test_a_blocked_signal_is_let_through(region: Region) -> None:

@@ -182,6 +182,21 @@ def test_loaders_of_this_process_end_and_nothing_else(persistent: bool) -> None:
     other.close()
 
 
+@pytest.mark.torch
+def test_a_persistent_loader_whose_workers_are_all_dead_begins_anew() -> None:
+    from torch.utils import data
+
+    loader = data.DataLoader([0, 1, 2, 3], num_workers=2, batch_size=2, persistent_workers=True, multiprocessing_context="fork")
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    for worker in iterator._workers:
+        worker.kill()
+        worker.join()
+    loaders.shut_down()
+    assert next(iter(loader)).tolist() == [0, 1]
+    loaders.shut_down()
+
+
 def test_bounded_runs_hand_on_what_happened() -> None:
     assert bounded.run(lambda: 5, 10.0, "five") == 5
     with pytest.raises(KeyError):

@@ -494,12 +494,28 @@ def test_an_agent_that_restarts_processes_only(agent: FakeAgent) -> None:
     assert not [one for one in agent.workers[0].said if isinstance(one, (link.Fault, link.AtBarrier))]
 
 
+def test_where_processes_are_restarted_the_outermost_call_is_watched(agent: FakeAgent) -> None:
+    agent.welcome = link.Welcome(inplace=False, abort_timeout_s=20.0, hang_timeout_s=60.0)
+    body = """
+    inner = HPWrapper(lambda caller: len(threading.enumerate()))
+    say("threads", inner() - inner(), inner() - inner())
+    while not os.path.exists(os.environ["OUT"] + "/seen"): time.sleep(0.01)
+    """
+    agent.start(script(body))
+    agent.await_line("threads 0 0")
+    agent.workers[0].said.clear()
+    assert agent.await_message(link.Beat).stage == "function"
+    (agent.folder / "seen").touch()
+    assert agent.code() == 0
+    assert len([one for _, one in agent.history if isinstance(one, link.Hello)]) == 1
+
+
 def test_the_agents_end_ends_the_wait_at_the_barrier(agent: FakeAgent) -> None:
     agent.start(script("return g"))
     agent.await_message(link.AtBarrier)
     agent.read_rest(agent.workers[0])
     assert agent.code() == 1
-    assert "InternalError: the agent of this node has ended" in agent.output()
+    assert "InternalError: the launcher's agent has ended" in agent.output()
 
 
 def test_where_no_world_follows_the_process_leaves_also_if_it_is_deaf_to_signals(agent: FakeAgent) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hyperpodrun.agent.workers import stacks
+
 pytestmark = pytest.mark.processes
 
 # work() is the body of the wrapped function, run once all ranks have met in this generation.
@@ -286,6 +288,15 @@ def test_without_the_option_processes_are_restarted(launch: Callable) -> None:
     assert not set(before.values()) & set(after.values())
 
 
+def test_without_the_option_a_rank_that_pings_no_more_is_ended(launch: Callable) -> None:
+    work = once("caller.ping()\ntime.sleep(1000)")
+    text = script(work, options="heartbeat_timeout=1").replace("    assert (caller", "    # ")
+    run = launch("--nproc-per-node=3", "--max-restarts=1", script=text)
+    pids(run, 1)
+    finish(run, 1)
+    assert "no ping() for " in run.err and "(heartbeat_timeout=1)" in run.err, run.story()
+
+
 def test_log_files_go_on(launch: Callable, tmp_path: Path) -> None:
     work = "print('generation', GENERATION, flush=True)\n" + once("os._exit(7)")
     run = launch(*OPTIONS, f"--log-dir={tmp_path / 'logs'}", "--tee=3", script=script(work))
@@ -343,3 +354,51 @@ def test_fault_inside_the_first_init_frees_those_who_wait_in_it(launch: Callable
     run.until_told("reduced", 3, generation=1)
     finish(run, 1)
     assert "ValueError: boom" in run.err.partition("restarting in place")[0]
+
+
+CHILD = """
+from hyperpodrun.inprocess.wrap import HPWrapper
+@HPWrapper
+def evaluate(caller=None): print("evaluated", flush=True)
+evaluate()
+"""
+
+
+def test_a_wrapped_function_in_a_child_of_a_rank_is_a_plain_call(launch: Callable) -> None:
+    """It would wait for an order to begin that nobody ever gives."""
+    work = f"if RANK == 1: subprocess.run([sys.executable, '-c', {CHILD!r}], check=True)"
+    run = launch(*OPTIONS, script=script(work + "\n" + once("raise ValueError('boom')", rank=0)))
+    before, after = pids(run, 0), pids(run, 1)
+    assert after == before
+    finish(run, 1)
+    assert "evaluated" in run.out
+
+
+def test_a_child_that_spoke_first_gives_way_to_its_rank(launch: Callable) -> None:
+    start = f"""
+if RANK == 1:
+    child = subprocess.Popen([sys.executable, '-c', {CHILD!r}], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child.stdout.readline()
+"""
+    end = "\nif RANK == 1: print('said', child.communicate()[1].splitlines()[-1], flush=True)"
+    run = launch(*OPTIONS, script=start + script() + end)
+    pids(run, 0)
+    finish(run, 0)
+    assert "has closed the link of this process" in run.out, run.story()
+    assert "it spoke for its rank" in run.err
+
+
+@pytest.mark.skipif(not stacks._may_trace("/proc"), reason="this user may not look into other processes")
+def test_c_frames_of_a_rank_that_is_not_freed_are_printed_where_py_spy_is_there(launch: Callable, tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    spy = folder / "py-spy"
+    spy.write_text('#!/bin/sh\necho "C frames: $*"\n')
+    spy.chmod(0o755)
+    work = f"if GENERATION == 0:\n    if RANK == 1: {HOLDS_THE_LOCK}\n    if RANK == 0: raise ValueError('boom')"
+    run = launch(*OPTIONS, "--abort-timeout=2", script=script(work), env={"PATH": f"{folder}:{os.environ['PATH']}"})
+    stuck = pids(run, 0)[1]
+    pids(run, 1)
+    finish(run, 1)
+    said = run.out + run.err
+    assert f"C frames: dump --native --pid {stuck}" in said, run.story()

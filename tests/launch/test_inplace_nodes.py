@@ -81,6 +81,17 @@ def test_one_node_returns_while_another_fails(nodes, tmp_path: Path) -> None:
     assert all("too early" not in run.out for run in nodes.runs.values())
 
 
+def test_one_node_exits_inside_the_function_and_the_other_returns(nodes, tmp_path: Path) -> None:
+    """Nobody there has returned, and nobody there is waited for any more."""
+    nodes.contacts(0, 1)
+    nodes.start_all("--nnodes=2", *OPTIONS, script=script("if RANK < 2: sys.exit(0)"))
+    pids(nodes, 0)
+    (tmp_path / "finish").touch()
+    assert nodes.codes() == [0, 0], nodes.story()
+    assert sum(run.out.count("returned") for run in nodes.runs.values()) == 2
+    nodes.nothing_left()
+
+
 def test_classic_store_follows_the_generations(nodes, tmp_path: Path) -> None:
     nodes.contacts(0, 1)
     before = "tell('store', port=os.environ['MASTER_PORT'])"

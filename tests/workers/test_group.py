@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hyperpodrun.agent.workers import group as g
 from hyperpodrun.agent.workers import group_words as w
+from hyperpodrun.agent.workers import recall
 
 EXIT_5, KILLED = 5 << 8, int(signal.SIGKILL)
 
@@ -58,7 +59,7 @@ def test_worker_deaf_to_the_signal_is_dumped_and_killed() -> None:
     assert group.next_deadline_s() == 12.0
     group.handle(w.Exited(0, 0), 10.5)
     (dump,) = group.handle(w.Tick(), 12.0)
-    assert isinstance(dump, w.DumpStacks)
+    assert isinstance(dump, recall.DumpStacks)
     assert dump.local_ranks == (1,)
     assert group.handle(w.Tick(), group.next_deadline_s() or 0) == [w.Kill((1,))]
     assert group.handle(w.Exited(1, KILLED), 13.0) == [w.Sweep()]
@@ -80,7 +81,7 @@ def test_rank_that_never_ends_after_the_first_is_a_skew() -> None:
     group.handle(w.Exited(0, 0), 10.0)
     assert group.next_deadline_s() == 15.0
     (dump,) = group.handle(w.Tick(), 15.0)
-    assert isinstance(dump, w.DumpStacks)
+    assert isinstance(dump, recall.DumpStacks)
     assert group.handle(w.Tick(), group.next_deadline_s() or 0) == [w.Ask((1,))]
     assert group.handle(w.Exited(1, 0), 16.0) == [w.Sweep()]
     end = over(group.handle(w.Swept(), 16.0))
@@ -169,4 +170,4 @@ def test_ranks_here_have_the_skew_timeout_once_another_nodes_are_done() -> None:
     assert group.handle(w.Exited(0, 0), 7.0) == []
     assert group.next_deadline_s() == 15.0, "the first of all counts"
     (dump,) = group.handle(w.Tick(), 15.0)
-    assert isinstance(dump, w.DumpStacks) and dump.local_ranks == (1,)
+    assert isinstance(dump, recall.DumpStacks) and dump.local_ranks == (1,)

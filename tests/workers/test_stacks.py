@@ -74,7 +74,7 @@ def test_the_signal_is_not_sent_where_it_would_kill(proc: Proc) -> None:
 
 def test_py_spy_is_used_where_it_is_installed(proc: Proc, py_spy: str) -> None:
     made = proc.plan(PATH=f"/nowhere:{os.path.dirname(py_spy)}")
-    assert made.command == (py_spy, "dump", "--nonblocking", "--pid", str(PID))
+    assert made.command == (py_spy, "dump", "--native", "--pid", str(PID))
 
 
 @pytest.mark.parametrize(
