@@ -29,6 +29,8 @@ from hyperpodrun.recovery.where import Where
 
 HELD, FAILED, WAITS = range(3)
 """How far a rank is with the last version: it has all that it is to have; it never will; it is still on its way."""
+TOLD_BYTES = 1 << 20
+"""From here on it is said what versions take of the node's memory."""
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
@@ -65,9 +67,8 @@ class Versions:
 
     def room(self, host: str, expected: int) -> Room:
         """What the others have to know."""
-        base = os.path.dirname(self.folder)
         try:
-            status = os.statvfs(base)
+            status = os.statvfs(node_state.BASE)
             free = status.f_bavail * status.f_frsize + sum(version.shard.nbytes for version in shm.scan(self.folder))
         except OSError:
             free = 0
@@ -106,7 +107,7 @@ class Versions:
 
     def _tell(self, offers: Mapping[int, plan.Offer], rooms: Mapping[int, Room], places: Sequence[placement.Place]) -> None:
         """What it costs, once, and what is amiss."""
-        rank, node, base = self._where.rank, self._where.node, os.path.dirname(self.folder)
+        rank, node, base = self._where.rank, self._where.node, node_state.BASE
         free, own, kept = _free(node, offers, rooms), _needed(node, offers, rooms), _kept(node, offers, rooms, places)
         remedy = f"Make it larger (mount -o remount,size=... {base}; in a container --shm-size) or give copies=1"
         first = rank == min(other for other, offer in offers.items() if offer.node == node)
@@ -119,7 +120,7 @@ class Versions:
                 f"{base} has {_mib(free)} free, versions of this node's state need about {_mib(own)} and copies for others "
                 f"{_mib(kept)}: the copies are kept by the processes, with which they end. {remedy}"
             )
-        if self._roomy and first:
+        if self._roomy and first and own + kept >= TOLD_BYTES:
             copies = f", copies for others {_mib(kept)}" if kept and self._roomy_for_copies else ""
             self._tell_once(f"versions of this node's state take about {_mib(own)} of {base}{copies}")
         if any(place.buddy == rank for place in places):

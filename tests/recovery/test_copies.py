@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from hyperpodrun.recovery import codec, copies, shard, shm
+from hyperpodrun.recovery import codec, copies, shard, shm, transfer
 from hyperpodrun.recovery.copies import Copies
 
 TOKEN = b"t" * 16
@@ -84,7 +84,7 @@ def test_closing_does_not_wait_for_a_node_that_says_nothing_any_more(pair: Pair)
         pair.buddy.fetch(3)
         connection, _ = silent.accept()
         with connection:
-            connection.recv(1)
+            transfer.receive(connection, len(TOKEN) + 4)  # it has asked for something
             assert ends(threading.Thread(target=pair.buddy.close, daemon=True))
 
 

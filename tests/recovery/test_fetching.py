@@ -80,8 +80,8 @@ def test_a_version_that_is_not_what_was_written_is_had_from_elsewhere_or_not_at_
 
 
 def test_versions_with_other_digests_are_not_put_together(holders: Holders) -> None:
-    holders.add(0, "shm", None, "aa")
-    holders.add(1, "shm", filled(7), "bb")
+    holders.add(0, "shm", None, shm.digest_of(filled(7)).hex())
+    holders.add(1, "shm", filled(8), shm.digest_of(filled(8)).hex())
     assert holders.fill(0, "shm", [])[0] is None
 
 

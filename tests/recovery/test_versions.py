@@ -68,7 +68,7 @@ def test_what_could_not_be_written_is_no_version_and_replaces_none(folder: Path,
     with monkeypatch.context() as patch:
         patch.setattr(shm.Slots, "reserve", no_room)
         assert [life.step(2), life.step(3)] == [FAILED, FAILED]
-    assert len(life.said) == 2 and "no version of 'shard 0' after step 2" in life.said[-1], "the cost, and this, once"
+    assert len(life.said) == 1 and "no version of 'shard 0' after step 2" in life.said[0]
     assert steps(folder) == {0, 1}
     assert life.versions._whole == 1
     assert life.step(4) == HELD and steps(folder) == {1, 4}
@@ -129,7 +129,7 @@ def test_a_node_without_room_holds_nothing_unless_others_hold_it(folder: Path) -
 def test_the_cost_is_told_once_and_too_little_room_for_copies_before_anything_is_written(folder: Path) -> None:
     cost = "versions of this node's state take about 200 MiB of /dev/shm, copies for others 200 MiB"
     first, second = (Life("ab", expected=100 << 20, a=400 << 20) for _ in range(2))
-    assert first.said[0].replace(str(folder.parent), "/dev/shm") == cost
+    assert first.said[0] == cost
     assert not second.said
     small = Life("ab", expected=100 << 20, a=399 << 20)
     assert (
