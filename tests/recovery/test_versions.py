@@ -78,13 +78,14 @@ def no_room(*_: object) -> None:
     raise shm.NoRoom(28, "No space left on device")
 
 
-@pytest.mark.parametrize("fails", [0, 1, 2])
+@pytest.mark.parametrize("fails", [0, 1, 4])
 def test_what_failed_elsewhere_leaves_the_whole_one_here(folder: Path, fails: int) -> None:
     life = Life()
-    life.step(0)
-    for step in range(1, 1 + fails):
-        life.step(step, elsewhere=FAILED)
+    for step in range(1 + fails):
+        life.mine.state("rank 0 of 1").put(step, b"random")
+        life.step(step, elsewhere=FAILED if step else HELD)
     assert 0 in steps(folder)
+    assert life.mine.state("rank 0 of 1").get(0) is not None
 
 
 def test_what_was_whole_before_this_life_stays_until_a_version_of_it_is(folder: Path) -> None:
