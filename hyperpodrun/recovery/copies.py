@@ -76,21 +76,25 @@ class Copies:
         """The wards' versions of this step, in a thread; not over those of the step `keep`."""
         if self._wards:
             self.held = False
-            self._thread = ending.thread(self._fetch_all, step, keep, name="copies", stop=self._closed.set)
+            self._thread = ending.thread(self._fetch_all, step, keep, name="copies", stop=self._stop)
 
     def close(self) -> None:
         """Stop; what has not arrived is no version.
 
         Who is still connecting, perhaps to a node that is gone, is left alone with it: it looks here before it does anything.
         """
+        connecting = self._stop()
+        self._server.close()
+        if self._thread is not None and not connecting:
+            self._thread.join()
+
+    def _stop(self) -> bool:
+        """What is under way ends. Is it only about to be?"""
         with self._lock:
             self._closed.set()
             if self._peer is not None:
                 self._peer.cut()
-            connecting = self._connecting
-        self._server.close()
-        if self._thread is not None and not connecting:
-            self._thread.join()
+            return self._connecting
 
     def _served(self, name: str, step: int, kind: str, since: int) -> Shard | None:
         return self._find(name, step, since, WAIT_S) if kind == VERSION else None

@@ -108,6 +108,13 @@ class NodeState:
         for name in [name for name in self._heap if name not in names]:
             del self._heap[name]
 
+    def make_room(self, names: Collection[str], keep: int) -> None:
+        """Of what the versions to come do not take the place of, `names` being theirs, only that of the step `keep` stays."""
+        for found in shm.scan(self._folder):
+            in_place = found.name in names and found.path.endswith(shm.VERSIONS)
+            if not in_place and found.step != keep:
+                found.discard()
+
     def version(self, name: str, step: int, since: int, timeout_s: float) -> Shard | None:
         """That version of this timeline, once it is written."""
         with self._done:

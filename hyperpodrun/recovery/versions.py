@@ -136,6 +136,8 @@ class Versions:
     def agreed(self, every: int, said: int) -> None:
         """All ranks are about to update: whatever was begun before is written. `every`, `said`: the largest of all `agree`."""
         self._every, self._waits = every, said == WAITS
+        if said == FAILED and self._made is not None and self._keep is not None:
+            self._node.make_room(self._in_use, self._keep)
         if said != HELD or self._made is None:
             return
         first, self._whole = self._whole is None, self._made
@@ -172,11 +174,15 @@ class Versions:
         if not self.pace.due(step, self._every, self._waits):
             return
         self.pace.cost(self._node.cost_s + self._copies.cost_s)
-        keep = self._before if self._whole is None else self._whole
         self._made = step
-        self._mine.pin(step, keep)
-        self._node.write(step, {} if self._node.off else made(), self.pace.step_s, keep)
-        self._copies.fetch(step, keep)
+        self._mine.pin(step, self._keep)
+        self._node.write(step, {} if self._node.off else made(), self.pace.step_s, self._keep)
+        self._copies.fetch(step, self._keep)
+
+    @property
+    def _keep(self) -> int | None:
+        """The step of the newest version that is known to be whole."""
+        return self._before if self._whole is None else self._whole
 
     def close(self) -> None:
         """No more of them."""

@@ -101,6 +101,19 @@ def layer() -> shard.Shard:
     return shard.of([part_of("model", torch.nn.Linear(50, 2))])
 
 
+def test_what_is_older_than_the_whole_version_makes_room_for_one_that_had_none(folder: Path) -> None:
+    """Shards of another world, and what processes left that were replaced before; the version after step 6 is whole."""
+    for step in (5, 6):
+        shm.Slots(str(folder), "shard 0").write(step, layer(), (START,))
+        shm.Slots(str(folder), "shard 0 of 8").write(step, layer(), (START,))
+        shm.Slots(str(folder), "shard 0", shm.PARTING).write(step, layer(), (START,))
+    life = Life(history=(START, plan.restart(6, 2)), before=6)
+    assert len(shm.scan(str(folder))) == 6
+    life.step(7, elsewhere=FAILED)
+    there = {(one.name, one.step, one.path.endswith(shm.PARTING)) for one in shm.scan(str(folder))}
+    assert there == {("shard 0", 6, False), ("shard 0", 7, False), ("shard 0 of 8", 6, False), ("shard 0", 6, True)}
+
+
 def test_what_parting_processes_left_goes_when_a_version_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life()
     left = Memory("shard 0", life.mine.parts)
