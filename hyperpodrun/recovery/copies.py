@@ -51,6 +51,7 @@ class Copies:
         self._lock = threading.Lock()
         self._peer: Peer | None = None
         self._connecting = False
+        self._refused: set[str] = set()
         self.cost_s = 0.0
         self.held = True
         """Has all arrived of the last version that is to be kept here?"""
@@ -107,18 +108,24 @@ class Copies:
                 try:
                     self._fetch(name, step, keep, address)
                     held += 1
+                    self._refused.discard(name)
                     break
                 except TransferError as error:
                     if error.refused:
-                        self._say(f"no copy of {name!r} after step {step}: {error}")
+                        self._refuse(name, step, str(error))
                         break
                     self._closed.wait(RETRY_S)  # it is gone, and a restart ends this; or the network is
                 except OSError as error:
-                    self._say(f"no copy of {name!r}: {error.strerror or error}")
+                    self._refuse(name, step, error.strerror or str(error))
                     break
         # the owner's processor is busy as long as this one's
         self.cost_s = 2 * (time.thread_time() - began_s)
         self.held = held == len(self._wards)
+
+    def _refuse(self, name: str, step: int, reason: str) -> None:
+        if name not in self._refused:
+            self._say(f"no copy of {name!r} after step {step}: {reason}")
+        self._refused.add(name)
 
     def _fetch(self, name: str, step: int, keep: int | None, address: tuple[str, int]) -> None:
         since = last(self._history)
