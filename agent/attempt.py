@@ -13,7 +13,7 @@ from functools import partial
 
 from hyperpodrun.agent.config import JobConfig
 from hyperpodrun.agent.failure import FailureDesk, Verdict
-from hyperpodrun.agent.health.hang import HangWatch
+from hyperpodrun.agent.health.hang import UNCOUNTED_S, HangWatch, Unwatched
 from hyperpodrun.agent.policy.world import World
 from hyperpodrun.agent.reactor import Reactor, Timer
 from hyperpodrun.agent.remains import Remains
@@ -86,12 +86,13 @@ class AttemptRunner:
         back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
         self.links = WorkerLinks(reactor, config, lambda: self._group.alive, self._said, self._unlinked)
-        self._hangs = HangWatch(config.hang_timeout_s)
+        self._hangs = HangWatch(config.hang_timeout_s, UNCOUNTED_S if config.inprocess_restart else 0.0)
         self._hang_tick: Timer | None = None
         self._remains = Remains(sweeper, output.error_file, self._swept_alone)
         self._effects: deque[group_words.Effect] = deque()
         self._busy = False
         self._slow: Timer | None = None
+        self._plain_told = False
         self._failed_at_s: float | None = None
         self._reason = ""
         self._store: tuple[str, int] | None = None
@@ -159,8 +160,8 @@ class AttemptRunner:
 
     @property
     def progressed(self) -> bool:
-        """Has a rank here completed a step in this generation, or can nobody know?"""
-        return self._hangs.progressed
+        """Has a rank here completed a step in this generation, as far as can be known?"""
+        return self._hangs.progressed(self._reactor.now_s())
 
     @property
     def recalled(self) -> bool:
@@ -186,7 +187,7 @@ class AttemptRunner:
         finally:
             self._busy = False
         if self._group.state not in (group.State.STARTING, group.State.RUNNING):
-            self._hangs.stop()
+            self._hangs.stop(self._reactor.now_s())
         self._reset_tick()
 
     def _carry_out(self, effect: group_words.Effect) -> None:
@@ -271,6 +272,9 @@ class AttemptRunner:
 
     def _first_failure(self, end: group_words.End) -> None:
         self._failed_at_s = end.at_s
+        if self._config.inprocess_restart and not self._hangs.greeted and not self._plain_told:
+            self._plain_told = True
+            self._output.say("nothing here can be restarted in place: no rank had come to a function under @HPWrapper")
         if self._group.state in (group.State.STOPPING, group.State.SWEEPING):
             self._desk.first_failure(end, others=len(self._group.alive))
         else:
@@ -300,7 +304,12 @@ class AttemptRunner:
         """At most this often: a deadline that moved away meanwhile is looked at again when it comes."""
         self._hang_tick = None
         verdict = self._hangs.tick(self._reactor.now_s())
-        if verdict is not None:
+        if isinstance(verdict, Unwatched):
+            self._output.say(
+                f"--hang-timeout watches nobody: no rank here has come to a function under @HPWrapper in {verdict.since_s:g} s"
+            )
+            self._reset_tick()
+        elif verdict is not None:
             self._feed(group_words.Hung(verdict.local_ranks, verdict.why, verdict.deaf))
         else:
             self._reset_tick()

@@ -7,9 +7,12 @@ when one is still for the timeout, the culprit is looked for among all, best evi
 1. silent links (a few beats are enough here): the beats come from a thread of their own, so the process is stopped, or a call holds
    the interpreter's lock;
 2. ranks that have not entered the function while others wait inside (still importing, or hung before it);
-3. of the still ranks, those with the least count of steps and collectives, where the others have more: who waits in a collective has
-   begun it, who hangs before it has not;
-4. else no one in particular: all still ranks.
+3. of the still ranks, those that are behind a rank here and ahead of none: who waits in a collective has begun it, who hangs before it
+   has not. Compared are steps, and the collectives of each group by themselves: ranks belong to different numbers of groups. A rank
+   that is behind in one group and ahead in another waits itself. Where no group is counted, calls of ping stand in. Some backends
+   number sends and receives too, of which each rank has its own share: they drift apart for ever, so only a small lead is a lead
+   (`_leads`);
+4. else no one in particular: all still ranks. Their stacks may tell (`workers/stacks.py`).
 
 What a rank says is as old as its last beat, so the judgement waits for a further one of each rank inside, at most BEAT_S; ranks
 that are still send one as soon as the timeout is over. Progress is noticed a little late, by one rank later than by another:
@@ -20,6 +23,10 @@ import first. Until `assembled` the limit is START_TIMES the timeout, at least S
 
 Silence alone counts too, for ranks inside. A rank without a link that nobody waits for is none of this watch's business: its program
 may know nothing of links.
+
+The watch also knows whether a generation got anywhere (`progressed`). Where no step was ever counted, only time can tell: one whose
+ranks were inside for `proof_s` has progressed, whatever ended it. Time in a hang is not counted. As long as no rank of the job has
+ever greeted, its program may have no wrapped function: then the life of its processes counts.
 
 States: *idle* (no generation runs, or a verdict was given), *watching*.
 Invariants: one verdict a generation; a watch that was late itself (this process stood still) gives everybody `LAST_WORD_S` more.
@@ -38,6 +45,13 @@ LAST_WORD_S = 1.5
 START_TIMES, START_S = 10.0, 30.0
 """The limit, in timeouts and at least in seconds, as long as not all ranks of the world are inside."""
 
+UNCOUNTED_S = 60.0
+"""A generation in which nothing counts steps has progressed if its ranks were inside their function for so long."""
+LEAD_SHARE = 8
+"""Who is ahead by more than one is ahead by at most this part (one in so many) of what it has counted."""
+
+_STEPS, _CALLS = -1, -2  # beside the keys of groups
+
 _SILENT = "it is stopped, or a call holds the interpreter's lock"
 
 
@@ -49,8 +63,14 @@ class Verdict(msgspec.Struct, frozen=True):
     deaf: bool = False
 
 
+class Unwatched(msgspec.Struct, frozen=True):
+    """Nothing is watched: no rank has greeted in this time (said once)."""
+
+    since_s: float
+
+
 class _Rank:
-    __slots__ = ("beat_s", "beaten", "count", "entered", "heard_s", "moved_s")
+    __slots__ = ("beat_s", "beaten", "counts", "entered", "heard_s", "moved_s")
 
     def __init__(self, now_s: float) -> None:
         self.entered = False
@@ -58,14 +78,19 @@ class _Rank:
         self.heard_s = now_s
         self.beat_s = now_s
         self.moved_s = now_s
-        self.count = (0, 0)
+        self.counts: dict[int, int] = {}
 
 
 class HangWatch:
-    """`timeout_s` is --hang-timeout; None: only progress is noted. Times are of one clock, in seconds."""
+    """`timeout_s` is --hang-timeout; None: only progress is noted. `proof_s`: UNCOUNTED_S, or 0: where no step was ever counted,
+    nobody can know and any generation has progressed. Times are of one clock, in seconds.
+    """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, proof_s: float = 0.0) -> None:
         self.timeout_s = timeout_s
+        self.greeted = False
+        """Has a rank of this job ever said anything?"""
+        self._proof_s = proof_s
         self.silent_s = max(timeout_s or 0.0, SILENT_BEATS * link.BEAT_S)
         self._grace_s = 2 * link.count_every_s(timeout_s or 0.0)
         self._ranks: dict[int, _Rank] = {}
@@ -74,22 +99,34 @@ class HangWatch:
         self._assembled_s: float | None = None
         self._steps_counted = False
         self._steps = 0
+        self._born_s: float | None = None
+        self._entered_s: float | None = None
+        self._over_s: float | None = None
+        self._greet_due_s: float | None = None
+        self._unwatched_told = False
 
-    @property
-    def progressed(self) -> bool:
-        """Has a rank here completed a step in this generation, or can nobody know (none was ever counted in this job)?"""
-        return self._steps > 0 or not self._steps_counted
+    def progressed(self, now_s: float) -> bool:
+        """Has a rank here completed a step in this generation, or, if none was ever counted in this job, was it at work for long?"""
+        if self._steps or self._steps_counted:
+            return self._steps > 0
+        began_s = self._entered_s if self.greeted else self._born_s
+        over_s = now_s if self._over_s is None else self._over_s
+        return (0.0 if began_s is None else over_s - began_s) >= self._proof_s
 
     def begin(self) -> None:
         """A generation begins."""
         self._watching = True
         self._assembled_s = None
         self._steps = 0
+        self._born_s = self._entered_s = self._over_s = None
 
     def born(self, local_ranks: Iterable[int], now_s: float) -> None:
         """These ranks have a new process."""
         for local_rank in local_ranks:
             self._ranks[local_rank] = _Rank(now_s)
+        self._born_s = now_s if self._born_s is None else self._born_s
+        if not self.greeted and not self._unwatched_told:
+            self._greet_due_s = now_s + self.silent_s
         self._reckon()
 
     def entered(self, local_ranks: Iterable[int], now_s: float) -> None:
@@ -97,6 +134,8 @@ class HangWatch:
         for local_rank in local_ranks:
             rank = self._ranks[local_rank] = _Rank(now_s)
             rank.entered = True
+        self._greet()
+        self._first_entered(now_s)
         self._reckon()
 
     def assembled(self, now_s: float) -> None:
@@ -109,8 +148,10 @@ class HangWatch:
         self._ranks.pop(local_rank, None)
         self._reckon()
 
-    def stop(self) -> None:
-        """The generation is over."""
+    def stop(self, now_s: float) -> None:
+        """The generation is over, since then at the latest."""
+        if self._watching:
+            self._over_s = now_s
         self._watching = False
         self._due_s = None
 
@@ -119,6 +160,7 @@ class HangWatch:
         rank = self._ranks.get(local_rank)
         if rank is None:
             return
+        self._greet()
         rank.heard_s = now_s
         if isinstance(message, link.Beat):
             if message.stage == "function" and not rank.entered:
@@ -133,13 +175,14 @@ class HangWatch:
                 rank.beaten = True
                 rank.beat_s = now_s
                 rank.moved_s = max(rank.moved_s, now_s - message.still_s)
-                rank.count = (message.steps, message.calls)
+                rank.counts = {_STEPS: message.steps} | (message.groups or {_CALLS: message.calls})
         self._reckon()
 
     def _entered_by_itself(self, rank: _Rank, now_s: float) -> None:
         """Where nobody restarts in place, a wrapped function is entered without a word, and beats tell."""
         rank.entered = True
         rank.moved_s = now_s
+        self._first_entered(now_s)
         if all(other.entered for other in self._ranks.values()):
             self._assembled_s = now_s
 
@@ -147,7 +190,7 @@ class HangWatch:
         """When `tick` is due."""
         return self._due_s
 
-    def tick(self, now_s: float) -> Verdict | None:
+    def tick(self, now_s: float) -> Verdict | Unwatched | None:
         """Time has passed."""
         due_s = self._due_s
         if due_s is None or now_s < due_s:
@@ -155,12 +198,23 @@ class HangWatch:
         if now_s > due_s + LAST_WORD_S:
             self._due_s = now_s + LAST_WORD_S / 2
             return None
+        if self._greet_due_s is not None and now_s >= self._greet_due_s:
+            self._greet_due_s, self._unwatched_told = None, True
+            self._reckon()
+            return Unwatched(self.silent_s)
         verdict = self._judge(now_s)
         if verdict is not None:
-            self.stop()
+            self.stop(now_s - (self.timeout_s or 0.0))
         return verdict
 
     # --- inside
+
+    def _greet(self) -> None:
+        self.greeted = True
+        self._greet_due_s = None
+
+    def _first_entered(self, now_s: float) -> None:
+        self._entered_s = now_s if self._entered_s is None else self._entered_s
 
     def _reckon(self) -> None:
         """When a rank has been silent, or still, for too long."""
@@ -170,6 +224,8 @@ class HangWatch:
             first_s = min(limits_s)
             told = all(rank.beat_s >= first_s for rank in inside)
             dues.append(first_s + (self._grace_s if told else link.BEAT_S))
+        if self._greet_due_s is not None and self._ranks:
+            dues.append(self._greet_due_s)
         self._due_s = min(dues, default=None) if self._watching and self.timeout_s is not None else None
 
     def _still_limit_s(self, rank: _Rank) -> float:
@@ -199,8 +255,20 @@ class HangWatch:
             r for r, rank in sorted(self._ranks.items()) if not rank.entered and now_s >= rank.heard_s + timeout_s
         ):
             return Verdict(absent, f"not in its function while others have waited there for {timeout_s:g} s")
-        least = min(rank.count for rank in inside.values())
-        behind = tuple(r for r, rank in still.items() if rank.count == least)
-        if behind and len(behind) < len(inside):
+        counts = [rank.counts for rank in inside.values()]
+        behind = tuple(r for r, rank in still.items() if _is_behind(rank.counts, counts))
+        if behind:
             return Verdict(behind, f"no progress for {timeout_s:g} s, and behind the others")
         return Verdict(tuple(still), f"no progress for {timeout_s:g} s")
+
+
+def _is_behind(mine: dict[int, int], counts: list[dict[int, int]]) -> bool:
+    """Is somebody ahead of this rank in what they both count, and nobody behind it?"""
+    pairs = [(count, other[key]) for other in counts for key, count in mine.items() if key in other]
+    return any(_leads(other, own) for own, other in pairs) and not any(_leads(own, other) for own, other in pairs)
+
+
+def _leads(one: int, other: int) -> bool:
+    """Is `one` ahead by no more than ranks in step can be?"""
+    lead = one - other
+    return lead == 1 or 0 < lead * LEAD_SHARE <= one

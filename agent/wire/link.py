@@ -91,8 +91,8 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Sent each BEAT_S by a thread of the worker; after the hang timeout without progress, each `count_every_s` as well.
 
-    `steps` and `calls` (ping, collectives) only grow within a generation. `still_s`: for how long the main thread has made no
-    counted progress; None: nothing counts here yet.
+    `steps` and `calls` (ping) only grow within a generation. `groups`: collectives begun in each process group, by a number that all
+    its members have for it. `still_s`: for how long the main thread has made no counted progress; None: nothing counts here yet.
     """
 
     generation: int
@@ -100,6 +100,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     steps: int = 0
     calls: int = 0
     still_s: float | None = None
+    groups: dict[int, int] = {}
 
 
 class StageChanged(msgspec.Struct, frozen=True, tag="stage"):

@@ -289,7 +289,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="hang-timeout", origin="own", group=HEALTH, kind=kinds.seconds(), unset="off",
-        help="Longest time without progress (heartbeat or collective) before it counts as a fault.",
+        help="Longest time without progress (step, ping() or collective) before it counts as a fault; needs @HPWrapper.",
     ),
     Option(
         name="server-host", origin="own", group=HEALTH, kind=places.HOST, default="127.0.0.1", note=_SERVER,

@@ -10,6 +10,7 @@ Invariant: `steps` and `calls` only grow within a generation; `begin` starts the
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +20,16 @@ from hyperpodrun.agent.wire import names
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Counted since the function was entered. `still_s`: since the last of them; `step`: the last one noted, -1 for none."""
+    """Counted since the function was entered. `still_s`: since the last of them; `step`: the last one noted, -1 for none.
+    `groups`: what torch has counted in each group, by the group's key.
+    """
 
     steps: int
     calls: int
     still_s: float
     step: int
     pinged_at_s: float | None
+    groups: dict[int, int]
 
 
 class Counters:
@@ -40,9 +44,10 @@ class Counters:
     def begin(self) -> None:
         """The function is entered."""
         self.first_step = self.last_step + 1
-        self._steps = self._calls = self._collectives = 0
+        self._steps = self._calls = 0
         self._pinged_at_s: float | None = None
-        self._seen: dict[int, int] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
+        """id of a group -> (its key, its number)."""
         self._moved_at_s = time.monotonic()
 
     def note_step(self, step: int) -> None:
@@ -70,26 +75,33 @@ class Counters:
         c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
         if c10d is None:
             return
+        seen: dict[int, tuple[int, int]] = {}
         for group in list(c10d._world.pg_map):
             try:
                 number = int(group._get_sequence_number_for_group())
             except (RuntimeError, AttributeError):
                 continue  # a backend that does not count
-            new = number - self._seen.get(id(group), 0)
-            self._seen[id(group)] = number
-            if new > 0:
-                self._collectives += new
+            key, former = self._seen.get(id(group)) or (_key(c10d._world, group), 0)
+            seen[id(group)] = key, number
+            if number > former:
                 self._moved_at_s = time.monotonic()
+        self._seen = seen
 
     def now(self) -> Progress:
         """What is known at this moment."""
         return Progress(
             steps=self._steps,
-            calls=self._calls + self._collectives,
+            calls=self._calls,
             still_s=time.monotonic() - self._moved_at_s,
             step=self.last_step,
             pinged_at_s=self._pinged_at_s,
+            groups=dict(self._seen.values()),
         )
+
+
+def _key(world: Any, group: Any) -> int:
+    """The same number in all members of a group: from its name and its ranks."""
+    return zlib.crc32(repr((world.pg_names.get(group), sorted(world.pg_group_ranks.get(group, ())))).encode())
 
 
 def _nothing() -> None:

@@ -250,7 +250,7 @@ class Session:
     def _made_beat(self) -> link.Beat:
         now, stage = counters.now(), self.stage
         watched = self.welcome is not None and self.welcome.hang_timeout_s is not None and stage == "function"
-        return link.Beat(self.generation, stage, now.steps, now.calls, now.still_s if watched else None)
+        return link.Beat(self.generation, stage, now.steps, now.calls, now.still_s if watched else None, now.groups)
 
     def _tell_first_step(self) -> None:
         """At once: whether a generation got anywhere decides what follows its end, and that may come before the next beat."""

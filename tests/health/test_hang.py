@@ -2,12 +2,12 @@
 
 import pytest
 
-from hyperpodrun.agent.health.hang import START_S, HangWatch, Verdict
+from hyperpodrun.agent.health.hang import START_S, UNCOUNTED_S, HangWatch, Unwatched, Verdict
 from hyperpodrun.agent.wire import link
 
 
-def beat(still_s: float | None, calls: int = 0, steps: int = 0) -> link.Beat:
-    return link.Beat(0, "function", steps, calls, still_s)
+def beat(still_s: float | None, calls: int = 0, steps: int = 0, groups: dict[int, int] | None = None) -> link.Beat:
+    return link.Beat(0, "function", steps, calls, still_s, groups or {})
 
 
 def watch(ranks: int = 3, timeout_s: float | None = 2.0, at_s: float = 100.0) -> HangWatch:
@@ -27,7 +27,7 @@ def run(watch: HangWatch, until_s: float, says: dict[int, object], from_s: float
             if callable(message):
                 watch.heard(rank, message(now_s), now_s)
         while (due_s := watch.next_deadline_s()) is not None and due_s < now_s + 1.0:
-            if verdict := watch.tick(max(due_s, now_s)):
+            if isinstance(verdict := watch.tick(max(due_s, now_s)), Verdict):
                 return max(due_s, now_s), verdict
             if watch.next_deadline_s() == due_s:
                 raise AssertionError("a deadline that does not move")
@@ -91,8 +91,8 @@ def test_rank_that_nobody_waits_for_may_take_its_time() -> None:
     late = HangWatch(2.0)
     late.begin()
     late.born(range(3), 90.0)
-    assert late.next_deadline_s() is None
     late.entered((0, 2), 100.0)
+    assert late.next_deadline_s() == 105.0, "of the two that are inside, who have said nothing yet"
     assert run(late, 150.0, {0: lambda now_s: beat(0.0), 2: lambda now_s: beat(0.0)}) is None
 
 
@@ -114,7 +114,7 @@ def test_timeout_is_told_as_soon_as_everybody_has_said_so() -> None:
     assert due_s is not None and due_s < 102.3
     hangs.heard(1, beat(2.0, calls=7), 102.15)
     found = hangs.tick(due_s)
-    assert found is not None and found.local_ranks == (1,)
+    assert isinstance(found, Verdict) and found.local_ranks == (1,)
 
 
 def test_who_has_gone_on_meanwhile_is_not_blamed_for_an_old_word() -> None:
@@ -126,7 +126,7 @@ def test_who_has_gone_on_meanwhile_is_not_blamed_for_an_old_word() -> None:
     assert hangs.next_deadline_s() == 103.4, "rank 1 is due to say something"
     hangs.heard(1, beat(0.2, calls=9), 102.8)
     found = hangs.tick(hangs.next_deadline_s() or 0.0)
-    assert found is not None and found.local_ranks == (0,)
+    assert isinstance(found, Verdict) and found.local_ranks == (0,)
 
 
 def test_one_verdict_a_generation_and_a_new_one_in_the_next() -> None:
@@ -155,7 +155,7 @@ def test_rank_that_is_done_or_has_ended_is_not_watched() -> None:
     hangs = watch()
     hangs.gone(1)
     assert run(hangs, 150.0, {0: lambda now_s: beat(0.0), 2: lambda now_s: beat(0.0)}) is None
-    hangs.stop()
+    hangs.stop(150.0)
     assert hangs.next_deadline_s() is None
 
 
@@ -176,7 +176,82 @@ def test_no_progress_can_be_said_only_where_steps_are_counted(earlier: int, now:
     hangs.begin()
     hangs.entered(range(3), 102.0)
     hangs.heard(1, beat(0.0, steps=now), 103.0)
-    assert hangs.progressed == progressed
+    assert hangs.progressed(103.0) == progressed
+
+
+@pytest.mark.parametrize(("lasted_s", "progressed"), [(UNCOUNTED_S - 1, False), (UNCOUNTED_S, True)])
+def test_where_nothing_counts_steps_the_time_inside_tells(lasted_s: float, progressed: bool) -> None:
+    hangs = HangWatch(None, UNCOUNTED_S)
+    hangs.begin()
+    hangs.born(range(2), 0.0)
+    hangs.entered(range(2), 100.0)
+    assert hangs.progressed(100.0 + lasted_s) == progressed
+    hangs.stop(100.0 + lasted_s)
+    hangs.stop(1000.0)
+    assert hangs.progressed(2000.0) == progressed, "the way back is not counted"
+    hangs.begin()
+    hangs.born((1,), 2000.0)
+    assert not hangs.progressed(3000.0), "nobody came to its function"
+
+
+def test_program_that_never_greets_is_judged_by_the_life_of_its_processes() -> None:
+    hangs = HangWatch(None, UNCOUNTED_S)
+    hangs.begin()
+    assert not hangs.progressed(50.0)
+    hangs.born(range(2), 100.0)
+    assert not hangs.progressed(101.0)
+    assert hangs.progressed(100.0 + UNCOUNTED_S)
+
+
+def test_time_in_a_hang_is_no_progress() -> None:
+    hangs = HangWatch(100.0, UNCOUNTED_S)
+    hangs.begin()
+    hangs.born(range(2), 90.0)
+    hangs.entered(range(2), 100.0)
+    hangs.assembled(100.0)
+    assert run(hangs, 300.0, {rank: lambda now_s: beat(now_s - 100.0) for rank in range(2)}) is not None
+    assert not hangs.progressed(300.0)
+
+
+COUNTS = {
+    "of two groups, behind in both": ([{1: 6}, {1: 5, 2: 5}, {2: 6}], (1,)),
+    "one waits for another in a second group": ([{1: 6}, {1: 5, 2: 9}, {2: 8}], (2,)),
+    "many at once": ([{1: 100}, {1: 92}, {1: 100}], (1,)),
+    "own shares of sends and receives": ([{1: 40}, {1: 80}, {1: 40}], (0, 1, 2)),
+    "nothing in common": ([{1: 6}, {2: 5}, {3: 4}], (0, 1, 2)),
+    "each is ahead somewhere": ([{1: 6, 2: 5}, {1: 5, 2: 6}, {}], (0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize(("counts", "named"), COUNTS.values(), ids=COUNTS)
+def test_ranks_are_compared_in_what_they_share(counts: list[dict[int, int]], named: tuple[int, ...]) -> None:
+    says = {rank: lambda now_s, rank=rank: beat(now_s - 100.0, calls=rank, groups=counts[rank]) for rank in range(3)}
+    if not all(counts):
+        says[2] = lambda now_s: beat(now_s - 100.0, calls=9, groups={7: 1})
+    found = run(watch(), 120.0, says)
+    assert found is not None and found[1].local_ranks == named
+    assert ("behind" in found[1].why) == (len(named) == 1)
+
+
+def test_rank_with_fewer_steps_is_the_culprit() -> None:
+    says = {rank: lambda now_s, rank=rank: beat(now_s - 100.0, steps=4 + (rank != 1)) for rank in range(3)}
+    found = run(watch(), 120.0, says)
+    assert found is not None and found[1].local_ranks == (1,)
+
+
+def test_that_nobody_is_watched_is_said_once() -> None:
+    hangs = HangWatch(9.0)
+    for began_s in (100.0, 200.0):
+        hangs.begin()
+        hangs.born(range(2), began_s)
+        assert hangs.next_deadline_s() == (109.0 if began_s == 100.0 else None)
+        assert hangs.tick(began_s + 9.0) == (Unwatched(9.0) if began_s == 100.0 else None)
+        hangs.stop(began_s + 10.0)
+    greeted = HangWatch(9.0)
+    greeted.begin()
+    greeted.born(range(2), 100.0)
+    greeted.heard(1, link.Hello(1, 0), 101.0)
+    assert greeted.next_deadline_s() is None
 
 
 def test_functions_that_are_entered_without_a_word_are_known_by_their_beats() -> None:

@@ -204,7 +204,8 @@ def test_two_at_once(launch: Callable) -> None:
 
 
 def test_faults_one_after_another(launch: Callable) -> None:
-    run = launch(*OPTIONS, script=script("if GENERATION < 5 and GENERATION % 3 == RANK: raise ValueError('again')"))
+    work = "from hyperpodrun.inprocess.progress import note_step\nnote_step(GENERATION)\n"
+    run = launch(*OPTIONS, script=script(work + "if GENERATION < 5 and GENERATION % 3 == RANK: raise ValueError('again')"))
     seen = [pids(run, generation) for generation in range(6)]
     assert seen == [seen[0]] * 6
     finish(run, 5)
@@ -354,6 +355,44 @@ def test_fault_inside_the_first_init_frees_those_who_wait_in_it(launch: Callable
     run.until_told("reduced", 3, generation=1)
     finish(run, 1)
     assert "ValueError: boom" in run.err.partition("restarting in place")[0]
+
+
+GROUPS = """
+dist.init_process_group("gloo")
+pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+for step in range(6):
+    for pair in pairs:
+        if RANK in dist.distributed_c10d._world.pg_group_ranks.get(pair, ()):
+            dist.all_reduce(torch.ones(1), group=pair)
+    if GENERATION == 0 and RANK == 1 and step == 4: time.sleep(1e6)
+dist.destroy_process_group()
+tell("reduced")
+while len(told("reduced")) < WORLD: time.sleep(0.005)
+"""
+
+
+@pytest.mark.torch
+def test_rank_that_hangs_in_more_groups_than_the_others_is_named(launch: Callable) -> None:
+    pytest.importorskip("torch")
+    run = launch(*OPTIONS, "--hang-timeout=2", script=GLOO + script(GROUPS))
+    assert pids(run, 0) == pids(run, 1), run.story()
+    run.until_told("reduced", 3, generation=1)
+    finish(run, 1)
+    assert "rank 1 (local rank 1" in run.err.partition("restarting in place")[0], run.story()
+    shown = run.err.partition("stacks follow")[0].rpartition("hyperpodrun: ")[2]
+    assert "rank 1 (pid" in shown and "rank 0" not in shown and "behind the others" in shown, run.story()
+
+
+def test_hang_timeout_without_a_wrapped_function_says_that_nobody_is_watched(launch: Callable) -> None:
+    run = launch(
+        "--nproc-per-node=2",
+        "--hang-timeout=1",
+        script="finish = os.path.join(FOLDER, 'finish')\nwhile not os.path.exists(finish): time.sleep(0.01)",
+    )
+    run.until(lambda: "no rank here has come to a function under @HPWrapper in 5 s" in run.err, "the word that nobody is watched")
+    (run.folder / "finish").touch()
+    assert run.code() == 0, run.story()
+    assert run.err.count("watches nobody") == 1
 
 
 CHILD = """

@@ -21,7 +21,7 @@ def faults(path: Path) -> list[str]:
 
 def test_rank_that_never_gets_anywhere_climbs_all_rungs(launch: Callable, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    # Where no step was ever counted, nobody could say that there was none.
+    # Counted in this job, so the next generations could have counted some.
     work = """
 if RANK == 0 and GENERATION == 0:
     note_step(0)
@@ -51,6 +51,31 @@ if RANK == 1: raise ValueError('boom')
     assert faults(state)[1] == "generation 1: local rank 1 failed, before any step was completed: new processes on that node"
     assert "local rank 1 fails again and again, and nothing helps: the job ends with exit code 1" in run.err
     run.nothing_left()
+
+
+FIRST_STEP = "from hyperpodrun.inprocess.wrap import HPWrapper\n@HPWrapper\ndef main():\n    {fault}\nmain()\n"
+NOWHERE = {
+    "import": "import nosuchmodule",
+    "in the function": FIRST_STEP.format(fault="raise ValueError('boom')"),
+    "behind the function": FIRST_STEP.format(fault="pass"),
+}
+
+
+@pytest.mark.parametrize("work", NOWHERE.values(), ids=NOWHERE)
+def test_program_that_gets_nowhere_is_not_started_for_ever(launch: Callable, work: str) -> None:
+    """Nothing there counts steps, and it ends soon."""
+    run = launch("--nproc-per-node=2", "--inprocess-restart", script=f"tell('begun')\n{work}\nsys.exit(3)")
+    assert run.code() == (3 if "pass" in work else 1), run.story()
+    assert run.err.count("restarting") in range(3, 6), run.story()
+    assert ("nothing here can be restarted in place" in run.err) == ("nosuchmodule" in work), run.story()
+    assert "local rank" in run.err and "the job ends with exit code" in run.err
+    run.nothing_left()
+
+
+def test_without_restarts_in_place_the_number_alone_decides(launch: Callable) -> None:
+    run = launch("--nproc-per-node=1", "--max-restarts=8", script="tell('begun')\nsys.exit(3)")
+    assert run.code() == 3, run.story()
+    assert len(run.notes("begun")) == 9, run.story()
 
 
 def test_end_can_be_asked_for(launch: Callable) -> None:
@@ -85,7 +110,9 @@ def test_rung_that_is_asked_for_costs_what_it_says(nodes, tmp_path: Path, rung: 
     assert moved == ({2, 3} if rung == "replace" else set()), nodes.story()
     node = nodes.name(int(before[3]["side"]))
     done, said = RUNGS[rung]
-    assert faults(tmp_path / f"state{before[0]['side']}") == [f"generation 0: local rank 1 of {node} failed: {done}"]
+    assert faults(tmp_path / f"state{before[0]['side']}") == [
+        f"generation 0: local rank 1 of {node} failed, before any step was completed: {done}"
+    ]
     assert said.format(node=node) in nodes.runs[int(before[0]["side"])].err, nodes.story()
     (tmp_path / "finish").touch()
     assert nodes.codes() == [0, 0, 0], nodes.story()
