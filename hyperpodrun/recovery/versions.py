@@ -38,7 +38,7 @@ class Versions:
     """`copies`: how many nodes shall hold each shard."""
 
     def __init__(self, where: Where, mine: Memory, copies: int, token: bytes, say: Callable[[str], None]) -> None:
-        self.folder = node_state.folder_of(where.job_id, where.node)
+        self.folder = where.folder
         self.pace = Pace()
         self._where = where
         self._mine = mine
@@ -57,9 +57,8 @@ class Versions:
 
     def room(self, host: str, expected: int) -> Room:
         """What the others have to know."""
-        base = os.path.dirname(self.folder)
         try:
-            status = os.statvfs(base)
+            status = os.statvfs(node_state.BASE)
             free = status.f_bavail * status.f_frsize + sum(version.shard.nbytes for version in shm.scan(self.folder))
         except OSError:
             free = 0
@@ -99,7 +98,7 @@ class Versions:
         """What it costs, once, and what is amiss."""
         mine = rooms[self._where.rank]
         if not self._roomy and first:
-            base = os.path.dirname(self.folder)
+            base = node_state.BASE
             self._say(
                 f"{base} has {_mib(mine.free)} free, versions of this node's state need about "
                 f"{_mib(_needed(self._where.node, offers, rooms))}: none are written there. Make it larger (mount -o "
@@ -163,7 +162,7 @@ class Versions:
 def found_by(where: Where, earlier: Memory | None) -> list[shm.Version]:
     """All versions on this node and in this process."""
     heap = {} if earlier is None else earlier.heap
-    on_node = shm.scan(node_state.folder_of(where.job_id, where.node))
+    on_node = shm.scan(where.folder)
     return [*on_node, *(version for slots in heap.values() for version in slots.found())]
 
 
