@@ -2,7 +2,8 @@
 
 Theory. What is common (schedulers) is noted on leaving an update, what is private on entering it, and what is shared is live. So
 nothing common may change between two updates, nothing private inside of one, and what is common or shared has to be equal on the
-ranks that would take each other's place. All of that can be seen in one step or two.
+ranks that would take each other's place. All of that can be seen in one step or two; but a scheduler may be stepped seldom, so
+its digest goes round with the private states at every step.
 
 States: none. All raise parts.Misused or plan.Contradiction, with which the job ends: no restart helps.
 """
@@ -17,6 +18,13 @@ from hyperpodrun.recovery import keys, memory, plan, shard
 from hyperpodrun.recovery.parts import Misused, Part, following
 from hyperpodrun.recovery.private import Private
 from hyperpodrun.recovery.where import Meeting
+
+DIGEST_BYTES = 8
+
+
+def digest(common: bytes) -> bytes:
+    """Of what is common, packed."""
+    return xxhash.xxh3_64(common).digest()
 
 
 def outside(common: Sequence[Part], kept: bytes | None) -> None:
@@ -51,21 +59,16 @@ def replicas(
     mine: memory.Memory,
     shared: Sequence[Part],
     common: Sequence[Part],
+    common_digest: bytes,
     models: Mapping[str, torch.nn.Module],
 ) -> None:
     """On entering an update; all ranks call it. Those with the same shard have the same."""
-    kept = mine.common.get(mine.step)
-    small = "" if kept is None else xxhash.xxh3_128(memory.split(kept)[0]).hexdigest()
     sample = keys.sample(shard.of(shared)) if mine.whole else ""
-    said = meeting.share(f"values after {mine.step}", msgspec.msgpack.encode((mine.key, small, sample)))
+    said = meeting.share(f"values after {mine.step}", msgspec.msgpack.encode((mine.key, common_digest, sample)))
     for rank, text in enumerate(said):
-        key, its_small, its_sample = msgspec.msgpack.decode(text, type=tuple[str, str, str])
-        if key == mine.key and its_small != small:
-            raise Misused(
-                f"{_names(common)} have another state on rank {rank} than here after step {mine.step}, and a restart would replace "
-                "one by another: what they are stepped with has to be the same on all ranks (all-reduce a loss before "
-                "ReduceLROnPlateau.step)"
-            )
+        key, its_common, its_sample = msgspec.msgpack.decode(text, type=tuple[str, bytes, str])
+        if key == mine.key and its_common != common_digest:
+            raise other_common(common, rank, mine.step)
         if key == mine.key and its_sample != sample:
             averaged = any(following(model) for model in models.values())
             raise plan.Contradiction(
@@ -73,6 +76,14 @@ def replicas(
                 "other. Say which ranks are with RecoverableState(replica_group=...)"
                 + (", and let the buffers of averaged models be equal on them (SyncBatchNorm)" if averaged else "")
             )
+
+
+def other_common(common: Sequence[Part], rank: int, step: int) -> Misused:
+    """That rank, which has the same shard, has something else in common than this one."""
+    return Misused(
+        f"{_names(common)} have another state on rank {rank} than here after step {step}, and a restart would replace one by "
+        "another: what they are stepped with has to be the same on all ranks (all-reduce a loss before ReduceLROnPlateau.step)"
+    )
 
 
 def _names(parts: Iterable[Part]) -> str:

@@ -128,6 +128,8 @@ class RecoverableState:
         self._every, self._waits = 1, False
         self._checks = CHECKS
         self._swapped = b""
+        self._common_digest = bytes(checks.DIGEST_BYTES)
+        self._replicas: set[int] = set()
         self._constant = b""
         """What is constant on all ranks alike; `_constants`: by rank, where it differs."""
         self._constants: dict[int, bytes] = {}
@@ -181,7 +183,7 @@ class RecoverableState:
             mine.take_over(earlier, step)
             mine.before = earlier if isinstance(found, Restored) and found.anew else None
         if step >= 0 and self._has_common:
-            mine.common.put(step, *memory.split(attempt.blobs[f"common {mine.key}"]))
+            self._note_common(mine, step, *memory.split(attempt.blobs[f"common {mine.key}"]))
         mine.step = step
         memory.remember(self._name, mine)
         self._settle(meeting, step, attempt)
@@ -246,6 +248,7 @@ class RecoverableState:
         assert where is not None and mine is not None
         if where.world_size > 1 and (versions is not None or not self._private.empty):
             self._exchange = Exchange(where.rank, where.world_size, self._copies, _cpu_group())
+        self._replicas = {rank for rank, offer in attempt.offers.items() if offer.needs[:1] == (mine.key,)}
         self._writes_shard = attempt.first_on_node()
         if versions is not None:
             rooms = {rank: card.room for rank, card in attempt.cards.items() if card.room is not None}
@@ -335,7 +338,7 @@ class RecoverableState:
         if self._checks:
             checks.outside(self._common, mine.common.get(mine.step))
         if self._checks and self._meeting is not None and mine.step >= 0:
-            checks.replicas(self._meeting, mine, self._shared, self._common, self._models)
+            checks.replicas(self._meeting, mine, self._shared, self._common, self._common_digest, self._models)
         if self._where is not None and self._where.launched:
             meets = self._versions is not None and self._versions.pace.meets(step)
             if meets or not self._private.empty:
@@ -348,10 +351,13 @@ class RecoverableState:
         text = b"" if self._private.empty else self._private.capture()
         every, waits = (1, False) if self._versions is None else self._versions.agree()
         if self._exchange is not None:
-            kept, (every, waiting) = self._exchange.swap(text, (every, int(waits)))
+            kept, (every, waiting) = self._exchange.swap(self._common_digest + text, (every, int(waits)))
             waits = waiting > 0
-            if not self._private.empty:
-                for rank, state in kept.items():
+            for rank, said in kept.items():
+                digest, state = said[: checks.DIGEST_BYTES], said[checks.DIGEST_BYTES :]
+                if rank in self._replicas and digest != self._common_digest:
+                    raise checks.other_common(self._common, rank, mine.step)
+                if not self._private.empty:
                     mine.state(plan.private(rank, where.world_size)).put(step, state, self._constants.get(rank, b""))
         if not self._private.empty:
             mine.state(plan.private(where.rank, where.world_size)).put(step, text, self._constants.get(where.rank, b""))
@@ -368,7 +374,7 @@ class RecoverableState:
             checks.too_late(self._private, self._swapped)
         self._checks = max(0, self._checks - 1)
         if self._has_common:
-            mine.common.put(step, shard.pack(shard.of(self._common)), self._constant)
+            self._note_common(mine, step, shard.pack(shard.of(self._common)), self._constant)
         mine.step = step
         mine.torn = False
         if self._versions is not None:
@@ -377,6 +383,10 @@ class RecoverableState:
             self._tiered.store(step, self._made(step, self._stores))
         self._seed_step(step + 1)
         note_step(step)
+
+    def _note_common(self, mine: Memory, step: int, text: bytes, constant: bytes) -> None:
+        mine.common.put(step, text, constant)
+        self._common_digest = checks.digest(text)
 
     def _made(self, step: int, names: Sequence[str]) -> dict[str, shard.Shard]:
         mine = self._memory

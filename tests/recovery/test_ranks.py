@@ -56,7 +56,7 @@ class Counter:
     def draw(self): self.at += self.by
 
 
-def made(norm=False, alike=0, average=False, plateau=False, drift=0.0, sampler=None, **options):
+def made(norm=False, alike=0, average=False, plateau=False, seldom=0, drift=0.0, sampler=None, **options):
     net = Net(norm, alike)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     average = AveragedModel(net) if average else None
@@ -64,11 +64,11 @@ def made(norm=False, alike=0, average=False, plateau=False, drift=0.0, sampler=N
     more = {"average": average} if average else {}
     state = RecoverableState(
         model=net, optimizer=optimizer, scheduler=scheduler, sampler=sampler, **{"rng": "counter", "copies": 1, **options}, **more)
-    return net, optimizer, average, scheduler, drift, sampler, state
+    return net, optimizer, average, scheduler, seldom, drift, sampler, state
 
 
 def train(parts, until):
-    net, optimizer, average, scheduler, drift, sampler, state = parts
+    net, optimizer, average, scheduler, seldom, drift, sampler, state = parts
     start = state.restore()
     print("told", start, state.restored_from, flush=True)
     for step in range(start, until + 1):
@@ -81,7 +81,7 @@ def train(parts, until):
             optimizer.step()
             if drift and dist.get_rank(): net.linear.weight.data.add_(drift)
             if average: average.update_parameters(net)
-            if scheduler: scheduler.step(loss.item())
+            if scheduler and step >= seldom: scheduler.step(loss.item())
 
 
 def life(generation, ranks, until, parts=None, **options):
@@ -111,6 +111,7 @@ SCENARIOS = {
     "features of its own": "life(0, [0, 1], 2)\nif me: forget()\nlife(1, [0, 1], 2)",
     "features alike": "life(0, [0, 1], 2, alike=3)\nif me: forget()\nlife(1, [0, 1], 2, alike=4)",
     "schedulers differ": "life(0, [0, 1], 5, plateau=True)",
+    "schedulers differ later": "life(0, [0, 1], 9, plateau=True, alike=3, seldom=6)",
     "replicas differ": "life(0, [0, 1], 5, drift=0.1)",
     "an average of local buffers": "life(0, [0, 1], 5, average=True, norm=True)",
     "an average": "life(0, [0, 1], 5, average=True, alike=3)",
@@ -151,11 +152,12 @@ def test_constants_of_a_lost_rank_come_back_from_a_peer(told: dict[str, list[lis
     ("name", "error", "why"),
     [
         ("schedulers differ", "Misused", "scheduler have another state on rank {} than here after step 0"),
+        ("schedulers differ later", "Misused", "scheduler have another state on rank {} than here after step 6"),
         ("replicas differ", "Contradiction", "rank {} has other values of 'model' than this one after step 0"),
         ("an average of local buffers", "Contradiction", "rank {} has other values of 'model' than this one after step 0"),
     ],
 )
-def test_what_should_be_equal_and_is_not_is_refused_in_the_second_step(
+def test_what_should_be_equal_and_is_not_is_refused_in_the_next_step(
     told: dict[str, list[list[str]]], name: str, error: str, why: str
 ) -> None:
     for rank, (began, refused, _) in enumerate(told[name]):
