@@ -2,9 +2,11 @@
 
 Theory. What is fetched of a shard is cut into streams: as many as the plan has holders, and more where a holder's range is large,
 since one stream keeps one processor busy and no more. Each stream has a connection of its own and writes where its bytes belong. A
-holder that cannot give what it offered, or gives it damaged, is passed over: the stream begins again with another one.
+holder that cannot give what it offered, or gives it damaged, is passed over: the stream begins again with another one. What was a
+version has a digest over all of it, which what arrived is compared with: the checksums of a stream know only what the holder had in
+its memory then, and a copy within a node has none.
 
-States: none. Invariants: `fill` has filled everything, with its checksums, when it reports no failure; no stream is left at work when
+States: none. Invariants: `fill` has filled everything, with its checksums, when it says whence; no stream is left at work when
 it returns or raises.
 """
 
@@ -18,7 +20,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from hyperpodrun.recovery import plan, reshard, shard
+from hyperpodrun.recovery import plan, reshard, shard, shm
 from hyperpodrun.recovery.peer import Peer
 from hyperpodrun.recovery.shard import Shard
 from hyperpodrun.recovery.transfer import TransferError
@@ -31,18 +33,22 @@ STAGE_BYTES = 64 << 20
 LEAVE_S = 5.0
 T = TypeVar("T")
 
-Bad = tuple[int, str, int, str]
-"""Rank, shard, step, kind: it could not give that."""
+Bad = tuple[int, str, int, str, int]
+"""Rank, shard, step, kind, since (plan.Holding): it could not give that."""
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of itself. `device`: the kind of device that its process group brings its shard's tensors to ("": none)."""
+    """What a rank says of itself. `device`: the kind of device that its process group brings its shard's tensors to ("": none).
+
+    `used`: its parameters have been trained in an earlier life of the function (reuse.py).
+    """
 
     offer: plan.Offer
     host: str
     port: int
     room: Room | None = None
     device: str = ""
+    used: bool = False
 
 
 class Fetching:
@@ -53,7 +59,7 @@ class Fetching:
         rank: int,
         cards: Mapping[int, Card],
         token: bytes,
-        own: Callable[[str, int, str], Shard | None],
+        own: Callable[[str, int, str, int], Shard | None],
         say: Callable[[str], None],
     ) -> None:
         self._rank = rank
@@ -70,17 +76,21 @@ class Fetching:
         """What the shard looks like; None: nobody says so any more. `tried` gets who failed."""
         return self._from_any(fetch, step, bad, tried, self._layout)
 
-    def fill(self, fetches: Sequence[plan.Fetch], step: int, here: Shard, bad: Container[Bad]) -> tuple[list[Bad], list[str]]:
-        """Carry out these, all of one shard, into `here`: who failed when something could not be had at all; whence the rest came."""
+    def fill(
+        self, fetches: Sequence[plan.Fetch], step: int, here: Shard, bad: Container[Bad], tried: list[Bad]
+    ) -> list[str] | None:
+        """Carry out these, all of one shard, into `here`: whence it came; None: something could not be had.
+
+        `tried` gets who failed, then at least one.
+        """
         if not fetches:
-            return [], []
+            return []
         streams = [part for fetch in fetches for part in _streams(fetch, len(fetches), self._local(fetch))]
-        tried: list[Bad] = []
-        kinds: list[str | None] = [None] * len(streams)
+        done: list[plan.Fetch | None] = [None] * len(streams)
         raised: list[Exception] = []
 
         def fetched(place: int) -> None:
-            kinds[place] = self._from_any(streams[place], step, bad, tried, partial(self._fill, here))
+            done[place] = self._from_any(streams[place], step, bad, tried, partial(self._fill, here))
 
         def in_thread(place: int) -> None:
             try:
@@ -100,7 +110,26 @@ class Fetching:
             self._leave(threads)
         if raised:
             raise raised[0]
-        return (tried if None in kinds else []), [kind for kind in kinds if kind is not None]
+        came = [fetch for fetch in done if fetch is not None]
+        if len(came) < len(streams) or not self._as_written(came, step, here, tried):
+            return None
+        return [fetch.kind for fetch in came]
+
+    def _as_written(self, came: Sequence[plan.Fetch], step: int, here: Shard, tried: list[Bad]) -> bool:
+        """Is it the version that was written, where all of one has come? `tried` gets everybody it came from, if not."""
+        expected = next((digest for fetch in came if (digest := self._digest(fetch, step))), "")
+        if not expected or sum(fetch.stop - fetch.start for fetch in came) != here.nbytes:
+            return True
+        if shm.digest_of(here).hex() == expected:
+            return True
+        tried += {_bad(fetch, step) for fetch in came}
+        ranks = ", ".join(str(rank) for rank in sorted({fetch.source for fetch in came}))
+        self.once(f"rank {self._rank} cannot use {came[0].shard!r} from rank {ranks}: it is not what was written (digest)")
+        return False
+
+    def _digest(self, fetch: plan.Fetch, step: int) -> str:
+        held = self._cards[fetch.source].offer.holdings
+        return next((one.digest for one in held if _bad(fetch, step)[1:] == (one.shard, one.step, one.kind, one.since)), "")
 
     def land(
         self, landings: Sequence[reshard.Landing], fetch: plan.Fetch, step: int, bad: Container[Bad], tried: list[Bad]
@@ -116,7 +145,7 @@ class Fetching:
         else:
             with self._reading(fetch.source) as peer:
                 for landing in landings:
-                    peer.fetch(fetch.shard, step, fetch.kind, landing.start, landing.stop, landing.into)
+                    peer.fetch(fetch.shard, step, fetch.kind, fetch.since, landing.start, landing.stop, landing.into)
         for landing in landings:
             landing.land()
         return "own" if self._local(fetch) and fetch.kind == "live" else fetch.kind
@@ -134,41 +163,43 @@ class Fetching:
     def _from_any(
         self, fetch: plan.Fetch, step: int, bad: Container[Bad], tried: list[Bad], get: Callable[[plan.Fetch, int], T]
     ) -> T | None:
-        """From the source of the plan; where that fails, from whoever else has it."""
+        """From the source of the plan; where that fails, from whoever else has it. None: `tried` has the plan's source, at least."""
+        digest = self._digest(fetch, step)
         others = [
-            (rank, holding.kind)
+            msgspec.structs.replace(fetch, source=rank, kind=held.kind, since=held.since)
             for rank, card in sorted(self._cards.items())
-            for holding in card.offer.holdings
-            if (holding.shard, holding.step) == (fetch.shard, step)
+            for held in card.offer.holdings
+            if (held.shard, held.step) == (fetch.shard, step) and (not held.digest or not digest or held.digest == digest)
         ]
-        others.sort(key=lambda other: plan.KINDS.index(other[1]))
-        for rank, kind in dict.fromkeys([(fetch.source, fetch.kind), *others]):
-            one = rank, fetch.shard, step, kind
-            if one in bad or one in tried or self._leaving:
+        others.sort(key=lambda other: plan.KINDS.index(other.kind))
+        for one in (fetch, *others):
+            if _bad(one, step) in bad or _bad(one, step) in tried or self._leaving:
                 continue
             try:
-                return get(msgspec.structs.replace(fetch, source=rank, kind=kind), step)
+                return get(one, step)
             except TransferError as error:
-                if one not in tried:
-                    tried.append(one)
-                self.once(f"rank {self._rank} passes over rank {rank} ({kind}): {error}")
+                if _bad(one, step) not in tried:
+                    tried.append(_bad(one, step))
+                self.once(f"rank {self._rank} passes over rank {one.source} ({one.kind}): {error}")
+        if _bad(fetch, step) not in tried:
+            tried.append(_bad(fetch, step))
         return None
 
     def _layout(self, fetch: plan.Fetch, step: int) -> shard.Layout:
         if self._local(fetch):
             return self._held(fetch, step).layout
         with closing(self._peer(fetch.source)) as peer:
-            return peer.layout(fetch.shard, step, fetch.kind)
+            return peer.layout(fetch.shard, step, fetch.kind, fetch.since)[0]
 
-    def _fill(self, here: Shard, fetch: plan.Fetch, step: int) -> str:
+    def _fill(self, here: Shard, fetch: plan.Fetch, step: int) -> plan.Fetch:
         if self._local(fetch):
             held = self._held(fetch, step).range(fetch.start, fetch.stop)
             for into, out in zip(here.range(fetch.start, fetch.stop), held, strict=True):
                 into.copy_(out)
-            return fetch.kind
+            return fetch
         with self._reading(fetch.source) as peer:
             _receive(peer, fetch, step, here)
-        return fetch.kind
+        return fetch
 
     @contextmanager
     def _reading(self, rank: int) -> Iterator[Peer]:
@@ -193,7 +224,7 @@ class Fetching:
         return fetch.source == self._rank
 
     def _held(self, fetch: plan.Fetch, step: int) -> Shard:
-        held = self._own(fetch.shard, step, fetch.kind)
+        held = self._own(fetch.shard, step, fetch.kind, fetch.since)
         if held is None:
             raise TransferError(f"{fetch.shard!r} after step {step} is damaged here ({fetch.kind})", refused=True)
         return held
@@ -210,16 +241,20 @@ class Fetching:
             self._say(text)
 
 
+def _bad(fetch: plan.Fetch, step: int) -> Bad:
+    return fetch.source, fetch.shard, step, fetch.kind, fetch.since
+
+
 def _receive(peer: Peer, fetch: plan.Fetch, step: int, here: Shard) -> None:
     """All of it at once into memory of the CPU, piece by piece over a stage onto another device."""
     places = here.range(fetch.start, fetch.stop)
     if all(place.device.type == "cpu" for place in places):
-        peer.fetch(fetch.shard, step, fetch.kind, fetch.start, fetch.stop, places)
+        peer.fetch(fetch.shard, step, fetch.kind, fetch.since, fetch.start, fetch.stop, places)
         return
     stage = torch.empty(min(STAGE_BYTES, fetch.stop - fetch.start), dtype=torch.uint8)
     for start in range(fetch.start, fetch.stop, STAGE_BYTES):
         stop = min(start + STAGE_BYTES, fetch.stop)
-        peer.fetch(fetch.shard, step, fetch.kind, start, stop, [stage[: stop - start]])
+        peer.fetch(fetch.shard, step, fetch.kind, fetch.since, start, stop, [stage[: stop - start]])
         at = 0
         for place in here.range(start, stop):
             place.copy_(stage[at : at + place.numel()])

@@ -33,6 +33,16 @@ class Given:
         """Is it memory of this process?"""
         return self._version is None
 
+    @property
+    def since(self) -> int:
+        """The last of these restarts."""
+        return plan.last(self.history)
+
+    @property
+    def digest(self) -> str:
+        """Of a version as it was written."""
+        return "" if self._version is None else self._version.digest.hex()
+
     def shard(self) -> Shard:
         """What it is, not looked at closely."""
         if self._made is None:
@@ -48,10 +58,10 @@ class Given:
 
 
 class Held:
-    """All of it, by shard, step and kind."""
+    """All of it, by shard, step, kind and the last restart before it was made."""
 
     def __init__(self) -> None:
-        self._given: dict[tuple[str, int, str], Given] = {}
+        self._given: dict[tuple[str, int, str, int], Given] = {}
 
     def remembered(self, earlier: Memory | None) -> None:
         """Add the live parts of this process, when they are whole, and the small states it keeps."""
@@ -61,27 +71,34 @@ class Held:
         if earlier.before is not None:
             self.remembered(earlier.before)
         if earlier.whole:
-            self._given[earlier.key, earlier.step, "live"] = Given(lambda: shard.of(earlier.parts, earlier.kin), history)
+            self._add(earlier.key, earlier.step, "live", Given(lambda: shard.of(earlier.parts, earlier.kin), history))
         states = {f"common {earlier.key}": earlier.common, **earlier.private}
         for name, kept in sorted(states.items()):
             for step in kept.steps():
-                self._given[name, step, "live"] = Given(partial(blob, name, kept.get(step) or b""), history)
+                self._add(name, step, "live", Given(partial(blob, name, kept.get(step) or b""), history))
 
     def found(self, versions: Iterable[Version], needs: Container[str], kind: plan.Kind | None = None) -> None:
         """Add versions. What this rank needs is its own node's ("shm"); other shards are copies that are kept for others."""
         for version in versions:
             own = version.name in needs or version.name.startswith(("rank ", "common "))
-            at = version.name, version.step, kind or ("shm" if own else "copy")
-            self._given[at] = Given(partial(_row, version), version.history, version)
+            given = Given(partial(_row, version), version.history, version)
+            self._add(version.name, version.step, kind or ("shm" if own else "copy"), given)
 
-    def whole(self, name: str, step: int, kind: str) -> Shard | None:
+    def _add(self, name: str, step: int, kind: str, given: Given) -> None:
+        self._given[name, step, kind, given.since] = given
+
+    def drop(self, name: str, step: int, kind: str, since: int) -> None:
+        """It is not what it was any more."""
+        self._given.pop((name, step, kind, since), None)
+
+    def whole(self, name: str, step: int, kind: str, since: int) -> Shard | None:
         """That shard, if it is held and undamaged."""
-        given = self._given.get((name, step, kind))
+        given = self._given.get((name, step, kind, since))
         return None if given is None else given.whole()
 
     def holdings(self) -> Sequence[plan.Holding]:
         """For this rank's offer."""
-        made = [_holding(name, step, kind, given) for (name, step, kind), given in self._given.items()]
+        made = [_holding(name, step, kind, given) for (name, step, kind, _), given in self._given.items()]
         return [holding for holding in made if holding is not None]
 
 
@@ -98,8 +115,8 @@ def _holding(name: str, step: int, kind: str, given: Given) -> plan.Holding | No
         content = keys.sample(made) if given.live else ""  # of a version that may be damaged it would say nothing
     if made is None:
         return None
-    lineage, since = len(given.history), given.history[-1] if given.history else 0
-    return plan.Holding(name, step, kind, made.nbytes, layout, content, lineage, *family, since)  # type: ignore[arg-type]  # a Kind
+    where = kind, made.nbytes, layout, content, len(given.history), *family, given.since, given.digest
+    return plan.Holding(name, step, *where)  # type: ignore[arg-type]  # a Kind
 
 
 def _row(version: Version) -> Shard:

@@ -49,9 +49,10 @@ class Kept:
         self._values[step] = value, constant
         self._tidy()
 
-    def pin(self, step: int) -> None:
-        """Of this step a version is written: the value is needed as long as that one may be."""
-        self._pinned = [*self._pinned, step][-KEPT:]
+    def pin(self, step: int, keep: int | None) -> None:
+        """Of this step a version is written: the value is needed as long as that one may be. That of the step `keep` stays as well."""
+        pinned = [at for at in self._pinned if at == keep] or self._pinned[1 - KEPT :]
+        self._pinned = [*pinned, step]
         self._tidy()
 
     def get(self, step: int) -> bytes | None:
@@ -73,9 +74,9 @@ class Kept:
 
 
 class Memory:
-    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py. `stop` ends the
-    writing of versions, `part` writes what is newer than they are. `before`: what it was made of, while others may still need that
-    (the shards of another world).
+    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py; `stamp` see
+    reuse.py. `stop` ends the writing of versions, `part` writes what is newer than they are. `before`: what it was made of, while
+    others may still need that (the shards of another world).
     """
 
     def __init__(self, key: str, parts: Sequence[Part]) -> None:
@@ -83,6 +84,7 @@ class Memory:
         self.parts = parts
         self.step = -1
         self.torn = False
+        self.stamp = 0
         self.history: History = ()
         self.kin = NO_KIN
         self.before: Memory | None = None
@@ -101,10 +103,10 @@ class Memory:
         """The private states of that name."""
         return self.private.setdefault(name, Kept())
 
-    def pin(self, step: int) -> None:
-        """A version of this step is made."""
+    def pin(self, step: int, keep: int | None) -> None:
+        """A version of this step is made; the newest one that is whole is that of `keep`."""
         for kept in (self.common, *self.private.values()):
-            kept.pin(step)
+            kept.pin(step, keep)
 
     def take_over(self, earlier: "Memory", step: int) -> None:
         """The restart went to `step`: what is known up to there is known still."""

@@ -3,10 +3,11 @@
 Theory. One rank writes what the ranks of a node hold in common: the lowest one with that shard. Each writes its own private state.
 A write that takes longer than INLINE of a step is left to a thread, which has until the next update: parameters do not change before.
 Versions lie in the node's shared memory. Where that has no room, a shard that others keep copies of is written to this process's own
-memory, from which they fetch it; other shards are not written at all then.
+memory, from which they fetch it; other shards are not written at all then. Where room is wanting in the midst of it all, that version
+is not held, which is said, and the next one is tried again.
 
-States: *off* (no room, or nothing to write), *idle*, *writing*.
-Invariants: the parts do not change while a version is written.
+States: *off* (no room from the beginning, or nothing to write), *idle*, *writing*.
+Invariants: the parts do not change while a version is written; the version `keep` is not written over.
 """
 
 import math
@@ -18,7 +19,7 @@ from collections.abc import Callable, Collection
 from hyperpodrun import ending
 from hyperpodrun.agent.wire import node_state
 from hyperpodrun.recovery import shm
-from hyperpodrun.recovery.plan import History
+from hyperpodrun.recovery.plan import History, counts, last
 from hyperpodrun.recovery.shard import Shard
 
 BESIDE = 0.2
@@ -37,17 +38,21 @@ class NodeState:
         self._history: History = ()
         self._thread: threading.Thread | None = None
         self._sent: set[str] = set()
+        self._refused: set[str] = set()
         self._done = threading.Condition()
         self._written = -1
         self.took_s = 0.0
         self._waited_s = 0.0
         self._inline = True
         self.off = False
+        self.held = True
+        """Has all been written of the last version that is to be written here?"""
 
-    def begin(self, step: int, history: History, names: Collection[str], sent: Collection[str], room: bool) -> None:
-        """The state after `step` is in place (-1: a new one). This rank writes `names`; others fetch those `sent`.
+    def begin(self, step: int, history: History, names: Collection[str], sent: Collection[str], room: bool) -> bool:
+        """The state after `step` is in place (-1: a new one), `history` ends with the restart that did it. This rank writes `names`;
+        others fetch those `sent`. `room`: is there enough of it? Returns whether there is in fact.
 
-        What is newer than `step` will be lived again and goes. `room`: is there enough of it?
+        What is newer than `step` will be lived again and goes, and so does what is of another timeline.
         """
         self._history = history
         self._sent = set(sent)
@@ -56,12 +61,16 @@ class NodeState:
             for name in {*names, *(version.name for version in shm.scan(self._folder))}:
                 for files in (shm.VERSIONS, shm.PARTING):
                     shm.Slots(self._folder, name, files).forget_after(step)
+            for found in shm.scan(self._folder):
+                if not counts(history, len(found.history), last(found.history), found.step):
+                    found.discard()
         except OSError as error:
             self._say(f"the node's shared memory cannot be used: {error.strerror or error}")
             room = False
         self._slots = {name: shm.Slots(self._folder, name) for name in names} if room else {}
         self._slots |= {name: self._on_heap(name) for name in sent if not room}
         self.off = not self._slots
+        return room
 
     def settle(self) -> None:
         """Before anything changes: the version under way is finished."""
@@ -79,16 +88,17 @@ class NodeState:
         """
         return self.took_s if self._inline else self._waited_s + BESIDE * self.took_s
 
-    def write(self, step: int, shards: dict[str, Shard], step_s: float) -> None:
-        """Write the version of this step; what has no place is left out."""
+    def write(self, step: int, shards: dict[str, Shard], step_s: float, keep: int | None = None) -> None:
+        """Write the version of this step, not over that of `keep`; what has no place is left out."""
         if self.off:
             return
+        self.held = False
         self._inline = self.took_s <= INLINE * step_s or not step_s
         self._waited_s = 0.0
         if self._inline:
-            self._write(step, shards)
+            self._write(step, shards, keep)
         else:
-            self._thread = ending.thread(self._write, step, shards, name="version", stop=ending.by_itself, limit_s=math.inf)
+            self._thread = ending.thread(self._write, step, shards, keep, name="version", stop=ending.by_itself, limit_s=math.inf)
 
     def only(self, names: Collection[str]) -> None:
         """Versions of other shards are not needed any more (they are another world's)."""
@@ -98,34 +108,43 @@ class NodeState:
         for name in [name for name in self._heap if name not in names]:
             del self._heap[name]
 
-    def version(self, name: str, step: int, timeout_s: float) -> Shard | None:
-        """That version, once it is written."""
+    def make_room(self, names: Collection[str], keep: int) -> None:
+        """Of what the versions to come do not take the place of, `names` being theirs, only that of the step `keep` stays."""
+        for found in shm.scan(self._folder):
+            in_place = found.name in names and found.path.endswith(shm.VERSIONS)
+            if not in_place and found.step != keep:
+                found.discard()
+
+    def version(self, name: str, step: int, since: int, timeout_s: float) -> Shard | None:
+        """That version of this timeline, once it is written."""
         with self._done:
             self._done.wait_for(lambda: self._written >= step or self.off, timeout_s)
         slots = self._slots.get(name)
         found = [] if slots is None else slots.found()
-        return next((version.shard for version in found if version.step == step), None)
+        return next((one.shard for one in found if (one.step, last(one.history)) == (step, since)), None)
 
-    def _write(self, step: int, shards: dict[str, Shard]) -> None:
+    def _write(self, step: int, shards: dict[str, Shard], keep: int | None) -> None:
         began_s = time.monotonic()
-        for name, made in shards.items():
-            if name in self._slots:
-                self._write_one(name, step, made)
+        wrote = [self._write_one(name, step, made, keep) for name, made in shards.items() if name in self._slots]
         self.took_s = time.monotonic() - began_s
         with self._done:
+            self.held = all(wrote)
             self._written = step
             self._done.notify_all()
 
-    def _write_one(self, name: str, step: int, made: Shard) -> None:
+    def _write_one(self, name: str, step: int, made: Shard, keep: int | None) -> bool:
         try:
-            self._slots[name].write(step, made, self._history)
+            self._slots[name].write(step, made, self._history, keep)
         except OSError as error:
-            self._say(f"the node's shared memory gets no more versions of {name!r}: {error.strerror or error}")
-            del self._slots[name]
-            if name in self._sent:
-                self._slots[name] = self._on_heap(name)
-                self._slots[name].write(step, made, self._history)
-            self.off = not self._slots
+            if name not in self._refused:
+                self._say(f"there is no version of {name!r} after step {step} in the node's memory: {error.strerror or error}")
+            self._refused.add(name)
+            if name not in self._sent or isinstance(self._slots[name], shm.HeapSlots):
+                return False
+            self._slots[name] = self._on_heap(name)
+            return self._write_one(name, step, made, keep)
+        self._refused.discard(name)
+        return True
 
     def _on_heap(self, name: str) -> shm.Slots:
         return self._heap.setdefault(name, shm.HeapSlots(name))

@@ -56,12 +56,12 @@ class Peer:
         except OSError as error:
             raise self._failed(error) from error
 
-    def layout(self, shard: str, step: int, kind: str) -> Layout:
-        """What the shard there looks like."""
-        have = self._have(Want(shard, step, kind))
+    def layout(self, shard: str, step: int, kind: str, since: int) -> tuple[Layout, bytes]:
+        """What the shard there looks like, and its digest where that is known."""
+        have = self._have(Want(shard, step, kind, since))
         if have.layout is None:
             raise TransferError(f"{self._name()} gave no layout of {shard!r}")
-        return have.layout
+        return have.layout, have.digest
 
     def come_near(self) -> str:
         """From now on read the other's memory without the socket, if that can be done. Why not, or ""."""
@@ -78,11 +78,11 @@ class Peer:
             self._process = reply
         return refusal
 
-    def fetch(self, shard: str, step: int, kind: str, start: int, stop: int, into: Sequence[torch.Tensor]) -> None:
+    def fetch(self, shard: str, step: int, kind: str, since: int, start: int, stop: int, into: Sequence[torch.Tensor]) -> None:
         """Fill these flat uint8 tensors of the CPU, `stop - start` bytes in all."""
         if sum(piece.numel() for piece in into) != stop - start:
             raise ValueError("the place is not as long as the range")
-        have = self._have(Want(shard, step, kind, start, stop, self._process.pid > 0))
+        have = self._have(Want(shard, step, kind, since, start, stop, self._process.pid > 0))
         try:
             if have.regions is None:
                 self._receive(shard, into)

@@ -1,8 +1,8 @@
 """Which ranks keep copies of whose shard: a pure function that every rank computes for itself.
 
 Theory. A shard that lives on fewer nodes than there shall be copies is lost with them. Its owner (the lowest rank that has it) gets
-buddies on other nodes, in other racks first, the ranks that keep the least yet, the nearest of these in the order of ranks. A job on
-one node needs none: the node's shared memory outlives its workers. Where that is too small, ranks of the same node are buddies.
+buddies on other nodes, the ranks that keep the least yet, the nearest of these in the order of ranks. A job on one node needs none:
+the node's shared memory outlives its workers. Where that is too small, ranks of the same node are buddies.
 
 Private states are with other ranks anyway (exchange.py), but in their processes. So that a lost node and then all processes do not
 make an end of them, ranks on other nodes write them into shared memory with their own.
@@ -37,7 +37,7 @@ def place(offers: Sequence[Offer], copies: int, cramped: Collection[str] = ()) -
     places = []
     for shard, have in sorted(ranks.items(), key=lambda pair: pair[1][0].rank):
         owner = have[0]
-        used, racks = {offer.node for offer in have}, {offer.group for offer in have if offer.group}
+        used = {offer.node for offer in have}
         missing = copies - (len(have) if one_node else len(used))
         if one_node and owner.node not in cramped:
             continue
@@ -46,11 +46,10 @@ def place(offers: Sequence[Offer], copies: int, cramped: Collection[str] = ()) -
             free = [o for o in free if Place(shard, owner.rank, o.rank) not in places]
             if not free:
                 break
-            best = min(free, key=lambda o: (o.group in racks, load[o.rank], (o.rank - owner.rank) % len(offers)))
+            best = min(free, key=lambda o: (load[o.rank], (o.rank - owner.rank) % len(offers)))
             places.append(Place(shard, owner.rank, best.rank))
             load[best.rank] += 1
             used.add(best.node)
-            racks |= {best.group} - {""}
     return tuple(places)
 
 

@@ -46,6 +46,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     """One version of one shard. `layout` is the digest of its names, types and shapes, `content` one of values ("": unknown).
 
     `lineage`: how many restarts came before it, `since`: what its history ends with. `family`, `members`: see shard.Layout.
+    `digest`: of all of it as it was written ("": unknown).
     """
 
     shard: str
@@ -58,22 +59,22 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     family: str = ""
     members: int = 0
     since: int = 0
+    digest: str = ""
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank needs and has. `group` is its topology key. `world`: the size of the world, when it needs a private state too."""
+    """What a rank needs and has. `world`: the size of the world, when it needs a private state too."""
 
     rank: int
     node: str
     needs: tuple[str, ...]
     holdings: tuple[Holding, ...] = ()
-    group: str = ""
     world: int = 0
     history: History = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
-    """`rank` gets bytes `start` to `stop` of `shard` from what `source` has in `kind`."""
+    """`rank` gets bytes `start` to `stop` of `shard` from what `source` has in `kind`, made `since` that restart (see Holding)."""
 
     rank: int
     shard: str
@@ -82,6 +83,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     start: int
     stop: int
     wave: int = 0
+    since: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -141,6 +143,11 @@ def went_to(restart: int) -> int:
     return restart >> _MARK_BITS
 
 
+def last(history: History) -> int:
+    """What a history ends with (0: there was no restart yet). See Holding.since."""
+    return history[-1] if history else 0
+
+
 def private(rank: int, world: int) -> str:
     """The name of a private state."""
     return f"rank {rank} of {world}"
@@ -153,8 +160,7 @@ def needs(offer: Offer, world: int) -> tuple[str, ...]:
 
 def make(offers: Sequence[Offer]) -> Plan | Infeasible:
     """The plan for these offers, one of each rank. Raises Contradiction."""
-    history = max((offer.history for offer in offers), key=lambda history: (len(history), history), default=())
-    offers = [_valid(offer, history) for offer in offers]
+    history, offers = valid(offers)
     holders = _holders(offers)
     ways = [way for world in _worlds(offers) for way in (_Way(world, offers, holders), *_anew(world, offers, holders))]
     whole = [way for way in ways if way.steps]
@@ -197,15 +203,22 @@ def _anew(world: int, offers: Sequence[Offer], holders: "_Holders") -> list[_Way
     ]
 
 
-def _valid(offer: Offer, history: History) -> Offer:
-    """Without what a later restart has made void, or what is another timeline's."""
-    holdings = tuple(
-        held
-        for held in offer.holdings
-        if held.since == (history[held.lineage - 1] if held.lineage else 0)
-        and all(held.step <= went_to(back) for back in history[held.lineage :])
-    )
-    return offer if len(holdings) == len(offer.holdings) else msgspec.structs.replace(offer, holdings=holdings)
+def valid(offers: Sequence[Offer]) -> tuple[History, list[Offer]]:
+    """The job's history, and the offers without what is not of it. Nothing else may be used, by whichever way it is had."""
+    history = max((offer.history for offer in offers), key=lambda history: (len(history), history), default=())
+    return history, [
+        msgspec.structs.replace(
+            offer, holdings=tuple(held for held in offer.holdings if counts(history, held.lineage, held.since, held.step))
+        )
+        for offer in offers
+    ]
+
+
+def counts(history: History, lineage: int, since: int, step: int) -> bool:
+    """Is what was made then (see Holding) of this timeline, and was it not made void by a later restart?"""
+    if lineage > len(history) or since != (history[lineage - 1] if lineage else 0):
+        return False
+    return all(step <= went_to(back) for back in history[lineage:])
 
 
 def _worlds(offers: Sequence[Offer]) -> list[int]:
@@ -291,25 +304,24 @@ def _fetch(
     def distance(source: int, holding: Holding) -> tuple[int, int]:
         other = by_rank[source]
         if holding.kind == "tiered":
-            return 4, 0 if source == offer.rank else 1
-        if other.node == offer.node:
-            far = 1
-        else:
-            far = 2 if other.group and other.group == offer.group else 3
-        return far, KINDS.index(holding.kind)
+            return 3, 0 if source == offer.rank else 1
+        return 1 if other.node == offer.node else 2, KINDS.index(holding.kind)
 
     nearest = min(distance(source, holding)[0] for source, holding in held)
     near = [(source, holding) for source, holding in held if distance(source, holding)[0] == nearest]
     best: dict[int, Holding] = {}
-    for source, holding in sorted(near, key=lambda pair: (distance(*pair)[1], load[pair[0]], pair[0])):
-        best.setdefault(source, holding)
+    near.sort(key=lambda pair: (distance(*pair)[1], load[pair[0]], pair[0]))
+    digest = near[0][1].digest
+    for source, holding in near:
+        if holding.digest == digest:  # what is put together can be compared with one
+            best.setdefault(source, holding)
     nbytes = held[0][1].nbytes
     count = min(len(best), MAX_STRIPES, max(1, nbytes // STRIPE_BYTES))
     fetches = []
     for place, (source, holding) in enumerate(list(best.items())[:count]):
         start, stop = _cut(nbytes, place, count), _cut(nbytes, place + 1, count)
         load[source] += stop - start
-        fetches.append(Fetch(offer.rank, shard, source, holding.kind, start, stop))
+        fetches.append(Fetch(offer.rank, shard, source, holding.kind, start, stop, since=holding.since))
     return fetches
 
 

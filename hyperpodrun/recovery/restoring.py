@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from hyperpodrun.agent.wire import names
-from hyperpodrun.recovery import bygroup, plan, reshard, shard
+from hyperpodrun.recovery import bygroup, plan, reshard, reuse, shard
 from hyperpodrun.recovery.fetching import Bad, Card, Fetching
 from hyperpodrun.recovery.held import Held
 from hyperpodrun.recovery.memory import Memory
@@ -76,19 +76,22 @@ class Restoring:
         self._key = needs[0]
         self._parts = parts
         self._earlier = earlier
+        self._shared = reuse.sharing(parts, earlier)
         self._held = held
         self._offer = plan.Offer(where.rank, where.node, tuple(needs), tuple(held.holdings()), world=world, history=history)
         self._token = b""
         self._device: torch.device | None = None
         self._kinds: list[str] = []
         self._touched = self._spoilt = False
+        self._gone: list[Bad] = []
+        self._bad: set[Bad] = set()
         self.cards: dict[int, Card] = {}
         self.blobs: dict[str, bytes] = {}
         self.took_s: dict[str, float] = {}
 
     @property
     def offers(self) -> dict[int, plan.Offer]:
-        """Everybody's, by rank."""
+        """Everybody's, by rank, without what is void."""
         return {rank: card.offer for rank, card in self.cards.items()}
 
     @property
@@ -106,12 +109,14 @@ class Restoring:
         meeting = self._meeting
         self._token = meeting.from_first("token", new_token())
         server = Server(self._token, self._find, readable=True)
-        with closing(server):
+        with closing(server), closing(server):  # a raise may break into the first
+            server.open()
             host = own_address(os.environ.get(names.RANK0_ADDR, "127.0.0.1"))
             with self._timed("offers"):
                 self._device = bygroup.device_for(tensor for part in self._parts for _, tensor in part.leaves()[0])
                 kind = "" if self._device is None else self._device.type
-                self._meet(Card(self._offer, host, server.port, None if room is None else room(host), kind))
+                used = reuse.trained(self._parts, self._earlier)
+                self._meet(Card(self._offer, host, server.port, None if room is None else room(host), kind, used))
             made = self._carried_out()
             if isinstance(made, plan.Plan):
                 with self._timed("take over"):
@@ -120,6 +125,12 @@ class Restoring:
                 meeting.barrier()
         if isinstance(made, plan.Plan):
             return Restored(made.step, self._source(), made.why, made.history, made.world, bool(made.members))
+        trained = [rank for rank, card in self.cards.items() if card.used]
+        if trained:
+            raise reuse.Reused(
+                f"a new beginning, but the parameters of rank {trained[0]} have been trained already (a model that is built outside "
+                f"of the function that is run again): they have to be made again, by new processes: {made.why}"
+            )
         if self._spoilt:
             raise RecoveryError(
                 f"what was to be restored is damaged, and the new objects with it; they have to be made again: {made.why}"
@@ -134,11 +145,13 @@ class Restoring:
 
     def _meet(self, card: Card) -> None:
         said = self._meeting.share("card", msgspec.msgpack.encode(card))
-        self.cards = {card.offer.rank: card for card in (msgspec.msgpack.decode(text, type=Card) for text in said)}
+        cards = [msgspec.msgpack.decode(text, type=Card) for text in said]
+        _, offers = plan.valid([card.offer for card in cards])
+        self.cards = {offer.rank: msgspec.structs.replace(card, offer=offer) for card, offer in zip(cards, offers, strict=True)}
 
     def _carried_out(self) -> plan.Plan | plan.Infeasible:
         """The plan that all ranks have done their parts of."""
-        bad: set[Bad] = set()
+        bad = self._bad
         fetching = Fetching(self._where.rank, self.cards, self._token, self._find, self._say)
         for attempt in range(MAX_PLANS):
             made = plan.make([_without(offer, bad) for offer in self.offers.values()])
@@ -150,10 +163,13 @@ class Restoring:
                     mine = self._anew(fetching, made, bad) if made.members and wave == 0 else []
                     mine += self._fetched(fetching, made, wave, bad, f"group/{attempt}/{wave}")
                 with self._timed("wait"):
-                    said = self._meeting.share(f"done/{attempt}/{wave}", msgspec.msgpack.encode((self._touched, mine)))
-                told = [msgspec.msgpack.decode(text, type=tuple[bool, list[Bad]]) for text in said]
-                failed = {one for _, some in told for one in some}
-                self._spoilt |= any(touched for touched, _ in told)
+                    said = self._meeting.share(
+                        f"done/{attempt}/{wave}", msgspec.msgpack.encode((self._touched, mine, self._gone))
+                    )
+                told = [msgspec.msgpack.decode(text, type=tuple[bool, list[Bad], list[Bad]]) for text in said]
+                failed = {one for _, some, _ in told for one in some}
+                bad |= {one for _, _, gone in told for one in gone}
+                self._spoilt |= any(touched for touched, _, _ in told)
                 if failed:
                     break
             if not failed:
@@ -161,8 +177,30 @@ class Restoring:
             bad |= failed
         raise RecoveryError(f"{MAX_PLANS} plans have failed, the last one for want of {sorted(bad)[-1]}")
 
-    def _find(self, name: str, step: int, kind: str) -> Shard | None:
-        return self._held.whole(name, step, kind)
+    def version(self) -> int | None:
+        """The newest step that is whole without anybody's live objects: what new versions must not replace before they are whole."""
+        kept = [
+            msgspec.structs.replace(offer, holdings=tuple(held for held in offer.holdings if held.kind in ("copy", "shm")))
+            for offer in self.offers.values()
+        ]
+        try:
+            made = plan.make([_without(offer, self._bad) for offer in kept])
+        except plan.Contradiction:
+            return None
+        return made.step if isinstance(made, plan.Plan) else None
+
+    def _find(self, name: str, step: int, kind: str, since: int) -> Shard | None:
+        return self._held.whole(name, step, kind, since)
+
+    def _touch(self) -> None:
+        """The new objects are about to be written to; the earlier ones, where they are the same, hold no state any more."""
+        self._touched = True
+        for memory in self._shared:
+            if memory.whole:
+                memory.torn = True
+                since = plan.last(memory.history)
+                self._held.drop(memory.key, memory.step, "live", since)
+                self._gone.append((self._where.rank, memory.key, memory.step, "live", since))
 
     def _fetched(self, fetching: Fetching, made: plan.Plan, wave: int, bad: set[Bad], key: str) -> list[Bad]:
         """This rank's part of a wave; what could not be had from anybody. `key`: to agree under."""
@@ -175,9 +213,8 @@ class Restoring:
             if layout is None:
                 return [*failed, *tried]
             row = torch.empty(layout.nbytes, dtype=torch.uint8)
-            failed, _ = fetching.fill(pieces, made.step, Shard(layout, [row]), {*bad, *tried})
-            if failed:
-                return [*tried, *failed]
+            if fetching.fill(pieces, made.step, Shard(layout, [row]), bad, tried) is None:
+                return tried
             self.blobs[name] = bytes(shard.view(row))
         return failed
 
@@ -189,21 +226,21 @@ class Restoring:
         here: Shard | None = None
         tensors: list[torch.Tensor] = []
         if layout is not None:
-            self._touched = True
+            self._touch()
             here, tensors = shard.place(layout, self._parts)
         came = self._by_group(made, wave, here, key)
         for fetch in pieces:
             if came.get(fetch) is False:
-                tried.append((fetch.source, fetch.shard, made.step, fetch.kind))
+                tried.append((fetch.source, fetch.shard, made.step, fetch.kind, fetch.since))
                 fetching.once(
                     f"rank {self._where.rank} passes over rank {fetch.source}: {fetch.shard!r} arrived damaged (checksum)"
                 )
         if here is None or layout is None:
             return tried
         left = [fetch for fetch in pieces if not came.get(fetch)]
-        failed, kinds = fetching.fill(left, made.step, here, {*bad, *tried})
-        if failed:
-            return [*tried, *failed]
+        kinds = fetching.fill(left, made.step, here, bad, tried)
+        if kinds is None:
+            return tried
         shard.install(layout, self._parts, tensors)
         self._kinds = [*kinds, *("live" for fetch in pieces if came.get(fetch))]
         return []
@@ -213,13 +250,13 @@ class Restoring:
         rank, tried = self._where.rank, list[Bad]()
         new: reshard.New | None = None
         for member in reshard.nearest_first(made.members, rank, self._where.world_size):
-            source, kind = self._near(member, made.step)
-            fetch = plan.Fetch(rank, member, source, kind, 0, 0)
+            fetch = self._near(member, made.step, bad)
             layout = fetching.layout(fetch, made.step, bad, tried)
             if layout is None:
                 return tried
             if new is None:
-                self._touched, self._kinds = True, []
+                self._touch()
+                self._kinds = []
                 new = reshard.New(layout, self._parts, rank)
             landings = new.landings(layout)
             came = fetching.land(landings, fetch, made.step, bad, tried) if landings else "nothing"
@@ -232,14 +269,19 @@ class Restoring:
         new.install(self._parts)
         return []
 
-    def _near(self, name: str, step: int) -> tuple[int, plan.Kind]:
+    def _near(self, name: str, step: int, bad: Container[Bad]) -> plan.Fetch:
         """Whom to ask first: this rank, its node, then others in turn."""
         here, size = self._where, self._where.world_size
-        held = [(rank, h.kind) for rank, o in self.offers.items() for h in o.holdings if (h.shard, h.step) == (name, step)]
+        held = [
+            plan.Fetch(here.rank, name, rank, one.kind, 0, 0, since=one.since)
+            for rank, offer in self.offers.items()
+            for one in _without(offer, bad).holdings
+            if (one.shard, one.step) == (name, step)
+        ]
 
-        def far(one: tuple[int, plan.Kind]) -> tuple[bool, bool, bool, int]:
-            rank, kind = one
-            return kind == "tiered", rank != here.rank, self.offers[rank].node != here.node, (rank - here.rank) % size
+        def far(fetch: plan.Fetch) -> tuple[bool, bool, bool, int]:
+            rank = fetch.source
+            return fetch.kind == "tiered", rank != here.rank, self.offers[rank].node != here.node, (rank - here.rank) % size
 
         return min(held, key=far)
 
@@ -254,7 +296,7 @@ class Restoring:
         if not fetches:
             return {}
         rank = self._where.rank
-        held = {fetch.shard: self._find(fetch.shard, made.step, "live") for fetch in fetches if fetch.source == rank}
+        held = {fetch.shard: self._find(fetch.shard, made.step, "live", fetch.since) for fetch in fetches if fetch.source == rank}
         unready = [
             number
             for number, fetch in enumerate(fetches)
@@ -278,11 +320,16 @@ class Restoring:
                 for old, new in zip(self._earlier.parts, self._parts, strict=True):
                     hand_over(old, new)
                 continue
-            held = self._held.whole(name, made.step, "live")
+            held = self._live(name, made.step)
             assert held is not None, "the plan says that it is here"
             self.blobs[name] = b"".join(bytes(shard.view(tensor)) for tensor in held.tensors)
         if made.common:
             self.blobs[f"common {self._key}"] = self.blobs[made.common]
+
+    def _live(self, name: str, step: int) -> Shard | None:
+        mine = self.offers[self._where.rank].holdings
+        since = [held.since for held in mine if (held.shard, held.step, held.kind) == (name, step, "live")]
+        return self._find(name, step, "live", since[0]) if since else None
 
     def _source(self) -> str:
         """Where most of the shard came from."""
@@ -296,5 +343,5 @@ class Restoring:
 
 
 def _without(offer: plan.Offer, bad: Container[Bad]) -> plan.Offer:
-    holdings = tuple(held for held in offer.holdings if (offer.rank, held.shard, held.step, held.kind) not in bad)
+    holdings = tuple(held for held in offer.holdings if (offer.rank, held.shard, held.step, held.kind, held.since) not in bad)
     return msgspec.structs.replace(offer, holdings=holdings)

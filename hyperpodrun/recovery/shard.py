@@ -59,10 +59,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shard:
-    """`tensors` are all leaves of `layout`, dense, in its order."""
+    """`tensors` are all leaves of `layout`, dense, in its order. `digest`: of the row as it was written once (shm.digest_of)."""
 
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], digest: bytes = b"") -> None:
         self.layout = layout
+        self.digest = digest
         self.tensors = [codec.raw(tensor) for tensor in tensors]
         self._offsets = [0]
         for tensor in self.tensors:

@@ -60,20 +60,21 @@ class Version:
         self.step = step
         self.name = meta.shard
         self.history = meta.history
-        self.shard = Shard(meta.layout, _tensors(meta.layout, where, start))
+        self.shard = Shard(meta.layout, _tensors(meta.layout, where, start), digest)
+        self.digest = self.shard.digest
         self._row = where[start:]
-        self._digest = digest
         self._good: bool | None = None
 
     def check(self) -> bool:
         """Is every bit as it was?"""
         if self._good is None:
-            self._good = xxhash.xxh3_128(self._row).digest() == self._digest
+            self._good = _digest(self._row) == self.digest
         return self._good
 
     def discard(self) -> None:
-        """It is damaged: nobody shall find it again."""
-        if self.path:
+        """It is damaged, or void: nobody shall find it again. What was written over it meanwhile stays."""
+        now = read(self.path) if self.path else None
+        if now is not None and (now.name, now.step, now.history, now.digest) == (self.name, self.step, self.history, self.digest):
             with suppress(OSError):
                 os.unlink(self.path)
 
@@ -110,16 +111,19 @@ class Slots:
         self._open = where, step, meta, start
         return Shard(layout, _tensors(layout, where, start))
 
-    def commit(self) -> None:
-        """The reserved shard is filled: from now on it is a version."""
+    def commit(self, expected: bytes = b"") -> bool:
+        """The reserved shard is filled: from now on it is a version, unless its digest is another one than `expected`."""
         assert self._open is not None, "reserve() comes first"
         (where, step, meta, start), self._open = self._open, None
         text = msgspec.msgpack.encode(meta)
         where[_HEAD.size : _HEAD.size + len(text)] = text
         nbytes = meta.layout.nbytes
         digest = _digest(where[start : start + nbytes])
+        if expected and digest != expected:
+            return False
         sizes = len(text), start, nbytes
         where[: _HEAD.size] = _HEAD.pack(_MAGIC_WHOLE, step, *sizes, _sum(step, sizes, text, digest), digest)
+        return True
 
     def versions(self) -> dict[int, Shard]:
         """All whole versions, checked; the memory is mapped, not copied."""
@@ -312,6 +316,15 @@ def _file(path: str | int) -> tuple[int, int]:
 
 def _aligned(size: int) -> int:
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def digest_of(shard: Shard) -> bytes:
+    """Of a row, wherever it lies: that of a version with the same bytes."""
+    state = xxhash.xxh3_128()
+    for tensor in shard.tensors:
+        for first in range(0, tensor.numel(), _COPY_BYTES):
+            state.update(view(tensor[first : first + _COPY_BYTES].cpu()))
+    return state.digest()
 
 
 def _digest(row: memoryview) -> bytes:

@@ -33,7 +33,7 @@ import xxhash
 from hyperpodrun.agent.wire import names, node_state
 from hyperpodrun.inprocess.progress import counters, note_step
 from hyperpodrun.inprocess.session import update_section
-from hyperpodrun.recovery import checks, keys, memory, placement, plan, private, rng, shard
+from hyperpodrun.recovery import checks, keys, memory, placement, plan, private, reuse, rng, shard
 from hyperpodrun.recovery.exchange import Exchange
 from hyperpodrun.recovery.held import Held, blob
 from hyperpodrun.recovery.memory import Memory
@@ -125,7 +125,6 @@ class RecoverableState:
         self._versions: Versions | None = None
         self._writes_shard = False
         self._small: Sequence[placement.Place] = ()
-        self._every, self._waits = 1, False
         self._checks = CHECKS
         self._swapped = b""
         self._common_digest = bytes(checks.DIGEST_BYTES)
@@ -184,7 +183,7 @@ class RecoverableState:
             mine.before = earlier if isinstance(found, Restored) and found.anew else None
         if step >= 0 and self._has_common:
             self._note_common(mine, step, *memory.split(attempt.blobs[f"common {mine.key}"]))
-        mine.step = step
+        mine.step, mine.stamp = step, reuse.stamp(self._shared)
         memory.remember(self._name, mine)
         self._settle(meeting, step, attempt)
         return step + 1
@@ -204,6 +203,12 @@ class RecoverableState:
         key = self._key(where)
         needs = [key, *([f"common {key}"] if self._has_common else [])]
         held = Held()
+        if earlier is not None and reuse.written(self._shared, earlier):
+            earlier.torn = True
+            self._say(
+                "the objects of the run before are used again, and were written to since its last update (a checkpoint, new initial "
+                "values, a wrapper's broadcast): what they hold is not used. Build them inside of the function that is run again"
+            )
         held.remembered(earlier)
         found = [] if self._copies < 2 else found_by(where, earlier)
         held.found(found, needs)
@@ -254,7 +259,7 @@ class RecoverableState:
             rooms = {rank: card.room for rank, card in attempt.cards.items() if card.room is not None}
             if self._exchange is not None and not self._private.empty:
                 self._small = placement.of_private(list(attempt.offers.values()), self._copies, self._exchange.keepers)
-            versions.begin(step, self._names(), attempt.offers, rooms, self._small, self._writes_shard)
+            versions.begin(step, self._names(), attempt.offers, rooms, self._small, attempt.version())
         if self._tiered is not None:
             self._begin_tiered(self._tiered, step, attempt.offers)
         self._meeting = meeting
@@ -349,12 +354,11 @@ class RecoverableState:
         mine, where = self._memory, self._where
         assert mine is not None and where is not None
         text = b"" if self._private.empty else self._private.capture()
-        every, waits = (1, False) if self._versions is None else self._versions.agree()
+        said = (1, 0) if self._versions is None else self._versions.agree()
         if self._exchange is not None:
-            kept, (every, waiting) = self._exchange.swap(self._common_digest + text, (every, int(waits)))
-            waits = waiting > 0
-            for rank, said in kept.items():
-                digest, state = said[: checks.DIGEST_BYTES], said[checks.DIGEST_BYTES :]
+            kept, said = self._exchange.swap(self._common_digest + text, said)
+            for rank, theirs in kept.items():
+                digest, state = theirs[: checks.DIGEST_BYTES], theirs[checks.DIGEST_BYTES :]
                 if rank in self._replicas and digest != self._common_digest:
                     raise checks.other_common(self._common, rank, mine.step)
                 if not self._private.empty:
@@ -363,8 +367,7 @@ class RecoverableState:
             mine.state(plan.private(where.rank, where.world_size)).put(step, text, self._constants.get(where.rank, b""))
         self._swapped = text
         if self._versions is not None:
-            self._versions.agreed(waits)
-        self._every, self._waits = every, waits
+            self._versions.agreed(*said)
 
     def _committed(self, step: int) -> None:
         mine = self._memory
@@ -375,10 +378,10 @@ class RecoverableState:
         self._checks = max(0, self._checks - 1)
         if self._has_common:
             self._note_common(mine, step, shard.pack(shard.of(self._common)), self._constant)
-        mine.step = step
+        mine.step, mine.stamp = step, reuse.stamp(self._shared)
         mine.torn = False
         if self._versions is not None:
-            self._versions.stepped(step, self._every, self._waits, lambda: self._made(step, self._names()))
+            self._versions.stepped(step, lambda: self._made(step, self._names()))
         if self._tiered is not None and self._where is not None and self._where.launched and self._tiered.due(step):
             self._tiered.store(step, self._made(step, self._stores))
         self._seed_step(step + 1)

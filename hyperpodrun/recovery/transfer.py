@@ -5,7 +5,8 @@ connection of its own (`Peer.fetch`) and receives straight into the memory where
 pickled, TCP is the flow control. After each CHUNK_BYTES a checksum follows that the sender takes from its memory and the receiver from
 its own. A client that can read the server's memory itself (near.py) is told where the range lies and copies it, as memory is copied
 anywhere, without checksums; what it must not take is memory that is not the shard's any more. So the server's token stands in its
-memory for exactly as long as it serves, and the client looks there again after its last byte.
+memory for exactly as long as it serves, and the client looks there again after its last byte. An order to leave can break into any of
+this: a server is made without effects, and `close` takes the token away first, and can be called again where it was broken off.
 
     client                                server
       | token, Want ------------------------> |
@@ -28,6 +29,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 import torch
@@ -51,11 +53,15 @@ class TransferError(RuntimeError):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """Bytes `start` to `stop` of a shard after `step`; none: its layout only. `near`: the client reads them itself."""
+    """Bytes `start` to `stop` of a shard after `step`; none: its layout only. `near`: the client reads them itself.
+
+    `since`: the last restart before it was made (plan.Holding); of another timeline there may be a version of that step, too.
+    """
 
     shard: str
     step: int
     kind: str
+    since: int
     start: int = 0
     stop: int = 0
     near: bool = False
@@ -73,10 +79,14 @@ class Process(msgspec.Struct, frozen=True, array_like=True, tag="process"):
 
 
 class Have(msgspec.Struct, frozen=True, array_like=True, tag="have"):
-    """It comes; `layout` only where no bytes were asked for, `regions` only where they are read by the client."""
+    """It comes; `layout` only where no bytes were asked for, `regions` only where they are read by the client.
+
+    `digest`: of the whole row as it was written, with the layout, where it is known.
+    """
 
     layout: Layout | None = None
     regions: tuple[near.Region, ...] | None = None
+    digest: bytes = b""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -87,52 +97,62 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 Request = Want | Whose
 Reply = Have | Process | Refused
-Find = Callable[[str, int, str], Shard | None]
+Find = Callable[[str, int, str, int], Shard | None]
+"""Shard, step, kind, since."""
 
 
 class Server:
-    """`find(shard, step, kind)` gives what is held here. Listens at `port` and serves from threads of its own until `close`.
+    """`find` gives what is held here. From `open` on it listens at `port` and serves from threads of its own, until `close`.
 
     `readable`: workers of this node may read this process's memory meanwhile.
     """
 
-    def __init__(self, token: bytes, find: Find, host: str = "", port: int = 0, readable: bool = False) -> None:
+    def __init__(self, token: bytes, find: Find, host: str = "", readable: bool = False) -> None:
         self._token = token
-        self._secret = ctypes.create_string_buffer(token, TOKEN_BYTES) if readable else None
+        self._secret = ctypes.create_string_buffer(TOKEN_BYTES) if readable else None
         self._find = find
+        self._host = host
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._named: dict[int, Shard] = {}  # what clients may be reading: it has to stay where it is
         self._closed = False
-        self._listener = _listen(host, port)
-        if readable:
-            near.allow(True)
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self.port = 0
+
+    def open(self) -> None:
+        """Begin; `close` belongs to it even where this is broken off."""
+        self._listener = _listen(self._host)
         self.port = int(self._listener.getsockname()[1])
-        self._thread = threading.Thread(target=self._accept, name="hyperpodrun-transfer", daemon=True)
+        if self._secret is not None:
+            near.allow(True)
+            self._secret.raw = self._token
+        self._thread = threading.Thread(target=self._accept, args=(self._listener,), name="hyperpodrun-transfer", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; what is under way is cut off."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            connections = list(self._connections)
+        """Stop; what is under way is cut off. A second call ends what is left of one that was broken off."""
         if self._secret is not None:
             self._secret.raw = bytes(TOKEN_BYTES)  # first: who reads memory meanwhile does not believe it
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
         for connection in (self._listener, *connections):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # not connected (any more)
-        self._listener.close()
-        self._thread.join()
+            if connection is not None:
+                with suppress(OSError):  # not connected (any more)
+                    connection.shutdown(socket.SHUT_RDWR)
+        if self._listener is not None:
+            self._listener.close()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
         if self._secret is not None:
             near.allow(False)
+        self._named.clear()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return
             with self._lock:
@@ -160,16 +180,18 @@ class Server:
             connection.close()
 
     def _answer(self, connection: socket.socket, want: Want) -> None:
-        shard = self._find(want.shard, want.step, want.kind)
+        shard = self._find(want.shard, want.step, want.kind, want.since)
         if shard is None:
             send(connection, msgspec.msgpack.encode(Refused(f"no {want.kind} version of {want.shard!r} after step {want.step}")))
         elif want.stop <= want.start:
-            send(connection, msgspec.msgpack.encode(Have(shard.layout)))
+            send(connection, msgspec.msgpack.encode(Have(shard.layout, digest=shard.digest)))
         elif want.start < 0 or want.stop > shard.nbytes:
             send(connection, msgspec.msgpack.encode(Refused(f"{want.shard!r} is {shard.nbytes} bytes long")))
         else:
             pieces = shard.range(want.start, want.stop)
             is_near = want.near and self._secret is not None and all(piece.device.type == "cpu" for piece in pieces)
+            if is_near:
+                self._named[id(shard)] = shard
             send(connection, msgspec.msgpack.encode(Have(regions=tuple(near.regions(pieces)) if is_near else None)))
             for chunk in () if is_near else chunks(pieces):
                 views = [view(piece if piece.device.type == "cpu" else piece.cpu()) for piece in chunk]
@@ -181,11 +203,11 @@ class Server:
         return Process(os.getpid(), ctypes.addressof(self._secret))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str) -> socket.socket:
     if host or not socket.has_dualstack_ipv6():
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
-    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+        return socket.create_server((host, 0), family=family, backlog=128)
+    return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
 
 
 def new_token() -> bytes:

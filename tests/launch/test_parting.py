@@ -42,6 +42,12 @@ main()
 OPTIONS = ("--nproc-per-node=2", "--inprocess-restart", "--max-restarts=9", "--server-port=-1")
 
 
+DIES_ON_ITS_WAY = """if rank == 1:
+                try: time.sleep(1000)
+                finally: os.kill(os.getpid(), signal.SIGKILL)
+            """
+
+
 def training(fault: str) -> str:
     return TRAINING.replace("STEPS", str(STEPS)).replace("STRUCK", str(STRUCK)).replace("FAULT", fault)
 
@@ -63,8 +69,8 @@ def judge(rows: Iterable[dict], done: Iterable[dict], world: int, before: set[in
     ("fault", "shutdown_signal"),
     [
         ("if rank == 1: caller.report_fault('planted', rung='all')", "SIGTERM"),
-        # What was its alone lives on in its neighbour, and its parameters are those of all.
-        ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n            caller.report_fault('planted', rung='all')", "SIGKILL"),
+        # On its way out. What was its alone lives on in its neighbour, and its parameters are those of all.
+        (DIES_ON_ITS_WAY + "caller.report_fault('planted', rung='all')", "SIGKILL"),
     ],
     ids=["all are there", "one of them has died"],
 )

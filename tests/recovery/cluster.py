@@ -32,6 +32,7 @@ from hyperpodrun.recovery import (
     pace,
     restoring,
     rng,
+    shm,
     state,
     tiered,
     versions,
@@ -101,12 +102,17 @@ class Task:
 
 
 class Cluster:
-    """`faults` happen at points drawn from `chance`, one for about `rarity` points. `kinds`: "raise", "kill", "node"."""
+    """`faults` happen at points drawn from `chance`, one for about `rarity` points. `kinds`: "raise", "kill", "node".
+
+    `filling`: by this chance a node's shared memory has no room for a while.
+    """
 
     def __init__(
         self, chance: random.Random, folder: Path, faults: int = 0, rarity: int = 100, kinds: Sequence[str] = ("kill",)
     ) -> None:
         self.chance, self.folder, self.faults, self.rarity, self.kinds = chance, folder, faults, rarity, kinds
+        self.filling: random.Random | None = None
+        self.full: set[str] = set()
         self.back = threading.Semaphore(0)
         self.current: Task | None = None
         self.tasks: list[Task] = []
@@ -136,6 +142,8 @@ class Cluster:
         task = self.current
         if task is None or task.dying:
             return
+        if self.filling is not None and self.filling.randrange(30) == 0:
+            self.full ^= {task.process.node}
         if not task.background and self.faults and not self.broken and self.chance.randrange(self.rarity) == 0:
             self.fault(task, label)
         self._hand_back(task)
@@ -326,10 +334,13 @@ class FakeStore:
 class FakeServer:
     """transfer.Server."""
 
-    def __init__(self, cluster: Cluster, find: Callable[[str, int, str], Shard | None]) -> None:
+    def __init__(self, cluster: Cluster, find: Callable[[str, int, str, int], Shard | None]) -> None:
         self.process, self.find, self._cluster = cluster.me, find, cluster
-        self.port = next(cluster.numbers)
-        cluster.servers[self.port] = self
+        self.port = 0
+
+    def open(self) -> None:
+        self.port = next(self._cluster.numbers)
+        self._cluster.servers[self.port] = self
 
     def close(self) -> None:
         self._cluster.servers.pop(self.port, None)
@@ -348,9 +359,9 @@ class FakePeer:
             raise TransferError("it is gone")
         return self._cluster.servers[self._port]
 
-    def _find(self, name: str, step: int, kind: str) -> Shard:
+    def _find(self, name: str, step: int, kind: str, since: int) -> Shard:
         for _ in range(20):  # a version that is not written yet is waited for
-            found = self._server().find(name, step, kind)
+            found = self._server().find(name, step, kind, since)
             if found is not None:
                 return found
             if kind != copies.VERSION:
@@ -358,13 +369,14 @@ class FakePeer:
             self._cluster.point("wait for a version")
         raise TransferError(f"no {kind} of {name!r} after step {step}", refused=True)
 
-    def layout(self, name: str, step: int, kind: str) -> Layout:
-        return self._find(name, step, kind).layout
+    def layout(self, name: str, step: int, kind: str, since: int) -> tuple[Layout, bytes]:
+        found = self._find(name, step, kind, since)
+        return found.layout, found.digest
 
-    def fetch(self, name: str, step: int, kind: str, start: int, stop: int, into: Sequence[torch.Tensor]) -> None:
+    def fetch(self, name: str, step: int, kind: str, since: int, start: int, stop: int, into: Sequence[torch.Tensor]) -> None:
         middle = (start + stop) // 2
         for first, last in ((start, middle), (middle, stop)):
-            row = self._find(name, step, kind).range(first, last)
+            row = self._find(name, step, kind, since).range(first, last)
             _copy(row, into, first - start)
             self._cluster.point("transfer")
             self._server()
@@ -461,6 +473,14 @@ def edges(patch: pytest.MonkeyPatch, every: int) -> Iterator[Callable[[Cluster],
     def peer(address: tuple[str, int], _token: bytes) -> FakePeer:
         return FakePeer(cluster(), address[1])
 
+    def reserve(slots: shm.Slots, *what: Any, **more: Any) -> Shard:
+        at = cluster()
+        if at.me.node in at.full and not isinstance(slots, shm.HeapSlots):
+            raise shm.NoRoom(28, f"{at.me.node} is full")
+        return reserved(slots, *what, **more)
+
+    reserved = shm.Slots.reserve
+    patch.setattr(shm.Slots, "reserve", reserve)
     patch.setattr(state, "look", look)
     patch.setattr(state, "update_section", update_section)
     patch.setattr(state, "_cpu_group", lambda: None)

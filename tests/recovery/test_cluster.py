@@ -413,8 +413,8 @@ def check(run: Run) -> None:
     assert {rank for _, step, rank, *_ in last if step == STEPS - 1} == {*range(world)}
 
 
-def play(seed: int, patch: pytest.MonkeyPatch) -> Run:
-    """One run, checked; says its seed and its story when it fails."""
+def play(seed: int, patch: pytest.MonkeyPatch, fills: bool = False) -> Run:
+    """One run, checked; says its seed and its story when it fails. `fills`: shared memory is full now and then."""
     chance = random.Random(seed)
     sharded, elastic = chance.random() < 0.6, chance.random() < 0.5
     mode = "counter" if elastic else chance.choice(["counter", "replicate"])
@@ -425,6 +425,7 @@ def play(seed: int, patch: pytest.MonkeyPatch) -> Run:
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="cluster-", dir="/dev/shm") as folder, edges(patch, job.every) as use:
         run = Run(job, Cluster(chance, Path(folder), chance.randrange(1, 6), chance.choice([20, 60, 150, 400]), kinds))
+        run.cluster.filling = random.Random(seed) if fills else None
         use(run.cluster)
         try:
             run.run()
@@ -448,6 +449,15 @@ def test_any_faults_at_any_points(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             sources |= {source for _, source in play(seed, patch).restored}
     assert RUNS < 16 or sources >= {"own", "peer", "copy", "shm", "tiered", "fresh"}, sources
+
+
+@pytest.mark.torch
+def test_versions_that_have_no_room_replace_none_that_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = 0
+    for seed in range(FIRST, FIRST + RUNS // 2):
+        with monkeypatch.context() as patch:
+            refused += sum("there is no version of" in text for text in play(seed, patch, fills=True).cluster.story)
+    assert RUNS < 16 or refused
 
 
 FOUND = {

@@ -9,18 +9,14 @@ from hyperpodrun.recovery.placement import Place, of_private, place
 from hyperpodrun.recovery.plan import Offer
 
 
-def sharded(nodes: str, racks: str = "") -> list[Offer]:
+def sharded(nodes: str) -> list[Offer]:
     """A rank for each letter, on that node, each with a shard of its own."""
-    return [Offer(rank, node, (f"shard {rank}",), group=racks[rank : rank + 1]) for rank, node in enumerate(nodes)]
+    return [Offer(rank, node, (f"shard {rank}",)) for rank, node in enumerate(nodes)]
 
 
 def test_each_shard_has_a_buddy_on_another_node() -> None:
     assert place(sharded("aabb"), 2) == (
         Place("shard 0", 0, 2), Place("shard 1", 1, 3), Place("shard 2", 2, 0), Place("shard 3", 3, 1))  # fmt: skip
-
-
-def test_another_rack_comes_first() -> None:
-    assert {(p.owner, p.buddy) for p in place(sharded("abcd", "xxyy"), 2)} == {(0, 2), (1, 3), (2, 0), (3, 1)}
 
 
 def test_what_lives_on_enough_nodes_is_not_copied() -> None:

@@ -31,10 +31,10 @@ def private(rank: int, *steps: int) -> tuple[Holding, ...]:
     return tuple(live(f"rank {rank}", step, 10) for step in steps)
 
 
-def ddp(rank: int, step: int | None, node: str = "a", more: tuple[Holding, ...] = (), group: str = "") -> Offer:
+def ddp(rank: int, step: int | None, node: str = "a", more: tuple[Holding, ...] = ()) -> Offer:
     """A rank of a data-parallel job that is whole after `step`, or has nothing."""
     own = () if step is None else (live("model", step), *private(rank, step))
-    return Offer(rank, node, ("model", f"rank {rank}"), (*own, *more), group)
+    return Offer(rank, node, ("model", f"rank {rank}"), (*own, *more))
 
 
 def test_nothing_is_fetched_when_all_are_whole() -> None:
@@ -61,13 +61,13 @@ def test_the_step_before_is_taken_when_a_private_state_is_not_held_at_the_newest
 
 def test_the_nearest_holder_is_asked() -> None:
     offers = [
-        ddp(0, 3, "a", group="r1"),
-        ddp(1, 3, "b", group="r2"),
-        ddp(2, None, "b", group="r2"),
-        ddp(3, None, "c", group="r1"),
+        ddp(0, 3, "a"),
+        ddp(1, 3, "b"),
+        ddp(2, None, "b"),
+        ddp(3, None, "a"),
     ]
     held = tuple(holding for rank in (2, 3) for holding in private(rank, 3))
-    offers[0] = ddp(0, 3, "a", held, "r1")
+    offers[0] = ddp(0, 3, "a", held)
     made = make(offers)
     assert isinstance(made, Plan)
     assert {(f.rank, f.source) for f in made.fetches if f.shard == "model"} == {(2, 1), (3, 0)}
@@ -254,7 +254,7 @@ def worlds(draw: st.DrawFn) -> list[Offer]:
             st.lists(st.tuples(keys, st.integers(0, 2), st.sampled_from(["live", "copy", "shm"])), max_size=8, unique=True)
         )
         holdings = tuple(Holding(shard, step, kind, 1 << 27) for shard, step, kind in held)
-        offers.append(Offer(rank, draw(st.sampled_from("abc")), needs, holdings, draw(st.sampled_from(["", "r"]))))
+        offers.append(Offer(rank, draw(st.sampled_from("abc")), needs, holdings))
     return offers
 
 

@@ -82,6 +82,31 @@ def count():
 def live(): return hash(shard.pack(shard.of(memory.of("default").parts)))
 
 
+@contextmanager
+def again():
+    "The function uses the same objects each time."
+    made = build()
+    with patched(sys.modules["__main__"], "build", lambda: made): yield made[0]
+
+
+def behind():
+    "Rank 0 is told to leave before it changes anything in step 5, which the others commit."
+    swap = RecoverableState._swap
+    def swapped(self, step):
+        swap(self, step)
+        if (rank, step) == (0, 5): raise RuntimeError("swapped")
+    return patched(RecoverableState, "_swap", swapped)
+
+
+def second_fault():
+    def fault(self, made): raise RuntimeError(f"second fault after step {made.step} was fetched")
+    with patched(restoring.Restoring, "_take_over", fault):
+        try: life(8, 9)
+        except RuntimeError as error: print("told", error, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def refused():
     "Nothing is left of what is needed: no objects that are half filled are trained."
     try: life(8, 9, copies=1)
@@ -152,6 +177,35 @@ SCENARIOS: dict[str, tuple[str, str, int, list[str], list[str]]] = {
         5,
         ["own", "own", "peer"],
         ["rank 2 passes over rank 1: 'model' arrived damaged (checksum)", "rounds 1"],
+    ),
+    "by the group, damaged, from the only one who has it": (
+        "life(0, 4, copies=1)\nif rank: forget()\nwith by_group(rank == 1): refused()",
+        "nothing()",
+        5,
+        ["own", "peer", "peer"],
+        ["rank 1 passes over rank 0: 'model' arrived damaged (checksum)", "what was to be restored is damaged"],
+    ),
+    "objects are used again": ("with again():\n life(0, 3)\n life(1, 4)", "nothing()", 5, ["own"] * 3, []),
+    "objects are used again and were written to": (
+        "with again() as model, sometimes():\n life(0, 3)\n if rank == 0: nn.init.zeros_(model[0].weight)\n del model\n life(1, 4)",
+        "nothing()",
+        5,
+        ["own"] * 3,
+        ["the objects of the run before are used again, and were written to", "rank 0 gets the state after step 3"],
+    ),
+    "objects are used again, a second fault comes when they are half another step's": (
+        "with again(), sometimes():\n with behind(): life(0, 5, 'swapped' * (rank == 0))\n second_fault()\nif rank: forget()",
+        "nothing()",
+        4,
+        ["shm"] * 3,
+        ["second fault after step 5 was fetched"],
+    ),
+    "objects are used again and nothing is held": (
+        "with again():\n life(0, 5, 'torn', copies=1)\n refused()",
+        "nothing()",
+        0,
+        ["fresh"] * 3,
+        ["have been trained already"],
     ),
     "earlier objects go at once": (
         "gc.collect(); gc.disable()\nlife(0, 2)\nlife(1, 4)\ncount()",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hyperpodrun.recovery import parting, plan, shard, shm
+from hyperpodrun.recovery.held import Given
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.parts import part_of
 
@@ -77,6 +78,20 @@ def test_any_file_is_read_without_harm(tmp_path: Path, text: bytes) -> None:
     for path in tmp_path.iterdir():
         path.write_bytes(text)
     assert steps(tmp_path) == {}
+
+
+def test_a_damaged_version_is_not_removed_with_the_one_that_was_written_over_it(tmp_path: Path) -> None:
+    slots = shm.Slots(str(tmp_path), "model")
+    for step in (0, 1):
+        slots.write(step, model(step))
+    damaged, other = (next(found for found in slots.found() if found.step == step) for step in (0, 1))
+    damaged.shard.tensors[0][7] ^= 4
+    slots.write(2, model(2.0))
+    assert Given(lambda: damaged.shard, (), damaged).whole() is None
+    assert steps(tmp_path) == {1: 1.0, 2: 2.0}
+    other.shard.tensors[0][7] ^= 4
+    assert Given(lambda: other.shard, (), other).whole() is None
+    assert steps(tmp_path) == {2: 2.0} and len([*tmp_path.iterdir()]) == 1
 
 
 def test_another_shape_takes_the_files_over(tmp_path: Path) -> None:

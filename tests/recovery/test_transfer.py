@@ -2,8 +2,10 @@
 
 import ctypes
 import errno
+import gc
 import socket
 import struct
+import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import Any
@@ -24,6 +26,12 @@ def made(*sizes: int) -> shard.Shard:
     return shard.Shard(shard.Layout((shard.PartLayout("p", leaves, b""),)), tensors)
 
 
+def opened(find: transfer.Find, readable: bool = False) -> Server:
+    server = Server(TOKEN, find, "127.0.0.1", readable)
+    server.open()
+    return server
+
+
 @pytest.fixture
 def held() -> shard.Shard:
     return made(5, 0, CHUNK_BYTES - 7, 3 * CHUNK_BYTES + 1, *([11] * 1500))
@@ -31,7 +39,7 @@ def held() -> shard.Shard:
 
 @pytest.fixture
 def server(held: shard.Shard) -> Iterator[Server]:
-    server = Server(TOKEN, lambda name, step, kind: held if (name, step, kind) == ("model", 7, "live") else None, "127.0.0.1")
+    server = opened(lambda *what: held if what == ("model", 7, "live", 1) else None)
     yield server
     server.close()
 
@@ -43,11 +51,11 @@ def peer(server: Server) -> Iterator[Peer]:
 
 
 def test_a_whole_shard_arrives_in_place(peer: Peer, held: shard.Shard) -> None:
-    layout = peer.layout("model", 7, "live")
+    layout, _ = peer.layout("model", 7, "live", 1)
     assert layout == held.layout
     tensors = [codec.empty(leaf) for leaf in layout.parts[0].leaves]
     here = shard.Shard(layout, tensors)
-    peer.fetch("model", 7, "live", 0, here.nbytes, here.range(0, here.nbytes))
+    peer.fetch("model", 7, "live", 1, 0, here.nbytes, here.range(0, here.nbytes))
     assert shard.pack(here) == shard.pack(held)
 
 
@@ -66,8 +74,8 @@ def test_what_a_device_holds_is_sent_and_packed_as_it_is() -> None:
     plain = made(*([200] * 50))
     held = shard.Shard(plain.layout, [tensor.as_subclass(Elsewhere) for tensor in plain.tensors])  # type: ignore[arg-type]
     into = torch.zeros(held.nbytes, dtype=torch.uint8)
-    with closing(Server(TOKEN, lambda *_: held, "127.0.0.1")) as server, closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
-        peer.fetch("model", 7, "live", 0, held.nbytes, [into])
+    with closing(opened(lambda *_: held)) as server, closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
+        peer.fetch("model", 7, "live", 1, 0, held.nbytes, [into])
     assert torch.equal(into, torch.cat(plain.tensors))
     assert shard.pack(held) == shard.pack(plain)
 
@@ -76,21 +84,21 @@ def test_what_a_device_holds_is_sent_and_packed_as_it_is() -> None:
 def test_any_range_arrives(peer: Peer, held: shard.Shard, start: int, stop: int) -> None:
     stop = stop % (held.nbytes + 1)
     into = torch.zeros(stop - start, dtype=torch.uint8)
-    peer.fetch("model", 7, "live", start, stop, [into])
+    peer.fetch("model", 7, "live", 1, start, stop, [into])
     assert torch.equal(into, torch.cat(held.range(start, stop)))
 
 
 def test_what_is_not_there_is_refused_and_the_connection_goes_on(peer: Peer, held: shard.Shard) -> None:
     with pytest.raises(TransferError, match="no live version of 'model' after step 8"):
-        peer.layout("model", 8, "live")
+        peer.layout("model", 8, "live", 1)
     with pytest.raises(TransferError, match="bytes long"):
-        peer.fetch("model", 7, "live", held.nbytes, held.nbytes + 1, [torch.zeros(1, dtype=torch.uint8)])
-    peer.layout("model", 7, "live")
+        peer.fetch("model", 7, "live", 1, held.nbytes, held.nbytes + 1, [torch.zeros(1, dtype=torch.uint8)])
+    peer.layout("model", 7, "live", 1)
 
 
 def test_strangers_get_nothing(server: Server) -> None:
     with closing(Peer(("127.0.0.1", server.port), b"x" * 16)) as peer, pytest.raises(TransferError):
-        peer.layout("model", 7, "live")
+        peer.layout("model", 7, "live", 1)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,7 @@ def test_noise_hurts_nobody(server: Server, peer: Peer, noise: bytes) -> None:
         connection.sendall(noise)
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1) == b""
-    peer.layout("model", 7, "live")
+    peer.layout("model", 7, "live", 1)
 
 
 def test_a_damaged_chunk_is_never_taken(held: shard.Shard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,16 +120,16 @@ def test_a_damaged_chunk_is_never_taken(held: shard.Shard, monkeypatch: pytest.M
         copies[0][0] ^= 4
         whole(connection, [memoryview(copy) for copy in copies])
 
-    server = Server(TOKEN, lambda *_: held, "127.0.0.1")
+    server = opened(lambda *_: held)
     with closing(server), closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
         monkeypatch.setattr(transfer, "send_views", flip_one_bit)
         with pytest.raises(TransferError, match=r"arrived damaged \(checksum\)"):
-            peer.fetch("model", 7, "live", 0, 5, [torch.zeros(5, dtype=torch.uint8)])
+            peer.fetch("model", 7, "live", 1, 0, 5, [torch.zeros(5, dtype=torch.uint8)])
 
 
 @pytest.fixture
 def near_peer(held: shard.Shard) -> Iterator[Peer]:
-    server = Server(TOKEN, lambda *_: held, "127.0.0.1", readable=True)
+    server = opened(lambda *_: held, readable=True)
     with closing(server), closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
         yield peer
 
@@ -135,13 +143,13 @@ def test_memory_of_the_same_node_is_read_without_the_socket(
     assert near_peer.come_near() == ""
     sent: list[object] = []
     monkeypatch.setattr(transfer, "send_views", lambda _, views: sent.append(views))
-    near_peer.fetch("model", 7, "live", start, stop, into)
+    near_peer.fetch("model", 7, "live", 1, start, stop, into)
     assert torch.equal(torch.cat(into), torch.cat(held.range(start, stop)))
     assert not sent
 
 
 def test_memory_that_is_let_go_of_while_it_is_read_is_not_taken(held: shard.Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(TOKEN, lambda *_: held, "127.0.0.1", readable=True)
+    server = opened(lambda *_: held, readable=True)
     with closing(server), closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
         assert peer.come_near() == ""
         read = near.read
@@ -152,7 +160,53 @@ def test_memory_that_is_let_go_of_while_it_is_read_is_not_taken(held: shard.Shar
 
         monkeypatch.setattr(near, "read", read_while_it_ends)
         with pytest.raises(TransferError, match="let go of its memory while that was read"):
-            peer.fetch("model", 7, "live", 0, 5, [torch.zeros(5, dtype=torch.uint8)])
+            peer.fetch("model", 7, "live", 1, 0, 5, [torch.zeros(5, dtype=torch.uint8)])
+
+
+def test_an_order_to_leave_that_breaks_into_the_end_leaves_no_token(held: shard.Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = opened(lambda *_: held, readable=True)
+    assert server._listener is not None and server._thread is not None and server._secret is not None
+
+    class Broken:
+        def shutdown(self, _how: int) -> None:
+            raise KeyboardInterrupt
+
+    listener = server._listener
+    with closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
+        assert peer.come_near() == ""
+        monkeypatch.setattr(server, "_listener", Broken())
+        with pytest.raises(KeyboardInterrupt):
+            server.close()
+        assert server._secret.raw == bytes(len(TOKEN))
+        monkeypatch.setattr(server, "_listener", listener)
+        server.close()
+        assert not server._thread.is_alive()
+
+
+def test_a_server_that_was_not_opened_has_nothing_to_leave_behind(held: shard.Shard) -> None:
+    server = Server(TOKEN, lambda *_: held, "127.0.0.1", readable=True)
+    assert server._secret is not None and server._secret.raw == bytes(len(TOKEN)) and not server.port
+    server.close()
+
+
+def test_what_is_read_stays_where_it_is_until_the_end() -> None:
+    """The holder's own state may go on to other memory meanwhile (an adopted parameter)."""
+    made_of = weakref.WeakSet[shard.Shard]()
+
+    def find(*_: object) -> shard.Shard:
+        one = made(1000)
+        made_of.add(one)
+        return one
+
+    server = opened(find, readable=True)
+    with closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
+        assert peer.come_near() == ""
+        peer.fetch("model", 7, "live", 1, 0, 1000, [torch.zeros(1000, dtype=torch.uint8)])
+        gc.collect()
+        assert len(made_of) == 1
+    server.close()
+    gc.collect()
+    assert not made_of
 
 
 def test_reading_of_memory_is_called_off(near_peer: Peer, held: shard.Shard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +214,7 @@ def test_reading_of_memory_is_called_off(near_peer: Peer, held: shard.Shard, mon
     monkeypatch.setattr(near, "read", lambda *_: near_peer.cut())
     monkeypatch.setattr("hyperpodrun.recovery.peer.READ_BYTES", 1 << 20)
     with pytest.raises(TransferError, match="not wanted any more"):
-        near_peer.fetch("model", 7, "live", 0, held.nbytes, [torch.zeros(held.nbytes, dtype=torch.uint8)])
+        near_peer.fetch("model", 7, "live", 1, 0, held.nbytes, [torch.zeros(held.nbytes, dtype=torch.uint8)])
 
 
 def test_memory_that_is_closed_leaves_the_socket(
@@ -171,7 +225,7 @@ def test_memory_that_is_closed_leaves_the_socket(
     assert near_peer.come_near() == "Operation not permitted"
     for one in (peer, near_peer):
         into = torch.zeros(held.nbytes, dtype=torch.uint8)
-        one.fetch("model", 7, "live", 0, held.nbytes, [into])
+        one.fetch("model", 7, "live", 1, 0, held.nbytes, [into])
         assert torch.equal(into, torch.cat(held.tensors))
 
 
@@ -181,9 +235,9 @@ def test_another_process_of_that_number_is_not_taken_for_the_holder(near_peer: P
 
 
 def test_a_server_that_ends_is_an_error_at_once(server: Server, peer: Peer) -> None:
-    peer.layout("model", 7, "live")
+    peer.layout("model", 7, "live", 1)
     server.close()
     with pytest.raises(TransferError, match=r"the worker at 127\.0\.0\.1"):
-        peer.layout("model", 7, "live")
+        peer.layout("model", 7, "live", 1)
     with pytest.raises(TransferError):
         Peer(("127.0.0.1", server.port), TOKEN)

@@ -1,0 +1,71 @@
+"""Objects of the life before that a training function uses again: a model of its module, or an argument.
+
+Theory. After a restart the function builds new objects, and what the earlier ones hold is the newest state there is. Where it uses
+those again, the new objects are the earlier ones, and whatever writes into the one changes the other: what was done to them between
+the last update and `restore` (a checkpoint that is loaded, new initial values, what a wrapper broadcasts when it is made), and what
+`restore` fetches into them. Writes in place count up a tensor's version, so the sum of these says whether there was one.
+
+States: none. Invariants: a memory is offered only while nothing has written to it since its last update.
+Source: torch.Tensor._version (autograd's version counter).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hyperpodrun.recovery.memory import Memory
+from hyperpodrun.recovery.parts import OptimizerPart, Part, RecoveryError, local
+
+
+class Reused(RecoveryError):
+    """A new beginning is due, and the objects are trained ones. New processes build new ones."""
+
+    rung = "all"
+
+
+def sharing(parts: Sequence[Part], earlier: Memory | None) -> list[Memory]:
+    """Which of what is remembered lies in the memory of these objects."""
+    mine = _storages(tensor for part in parts for _, tensor in part.leaves()[0])
+    return [one for one in _remembered(earlier) if mine & _storages(t for part in one.parts for _, t in part.leaves()[0])]
+
+
+def written(parts: Sequence[Part], earlier: Memory) -> bool:
+    """Do these lie in what the process remembers, and was that written to since its last update, as far as can be known?
+
+    Other tensors in the same memory (made of `.data`) have versions of their own.
+    """
+    if not earlier.whole or earlier not in sharing(parts, earlier):
+        return False
+    theirs = _storages(local(parameter) for parameter in _trainable(earlier.parts))
+    mine = {id(parameter) for parameter in _trainable(parts) if _storages(iter([local(parameter)])) & theirs}
+    same = mine <= {id(parameter) for parameter in _trainable(earlier.parts)}
+    return not same or stamp(earlier.parts) != earlier.stamp
+
+
+def trained(parts: Sequence[Part], earlier: Memory | None) -> bool:
+    """Have parameters that these objects train been trained in an earlier life?"""
+    mine = _storages(local(parameter) for parameter in _trainable(parts))
+    return any(
+        mine & _storages(local(parameter) for parameter in _trainable(one.parts))
+        for one in _remembered(earlier)
+        if one.step >= 0 or one.torn
+    )
+
+
+def stamp(parts: Sequence[Part]) -> int:
+    """A number that another one follows when the parameters are written to."""
+    return sum(parameter._version for parameter in _trainable(parts))
+
+
+def _trainable(parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+    return (parameter for part in parts if isinstance(part, OptimizerPart) for parameter in part.parameters())
+
+
+def _storages(tensors: Iterator[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+
+
+def _remembered(earlier: Memory | None) -> Iterator[Memory]:
+    while earlier is not None:
+        yield earlier
+        earlier = earlier.before
