@@ -419,3 +419,13 @@ def test_c_frames_of_a_rank_that_is_not_freed_are_printed_where_py_spy_is_there(
     finish(run, 1)
     said = run.out + run.err
     assert f"C frames: dump --native --pid {stuck}" in said, run.story()
+
+
+def test_a_planted_fault_that_has_not_struck_is_told(launch: Callable) -> None:
+    orders = "exception@rank=1,phase=return;exception@rank=1,phase=nowhere;exception@rank=7"
+    run = launch(*OPTIONS, script=script("return 1"), env={"HYPERPODRUN_INJECT": orders})
+    assert run.code() == 0, run.story()
+    assert "'exception@rank=1,phase=nowhere' did not strike" in run.err
+    assert "'exception@rank=7' can strike nobody, the ranks are 0 to 2" in run.err
+    assert "phase=return' did not" not in run.err
+    run.nothing_left()
