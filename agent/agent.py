@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hyperpodrun.agent import family, node_state
+from hyperpodrun.agent import family, node_state, planted
 from hyperpodrun.agent.attempt import AttemptRunner, reason_of
 from hyperpodrun.agent.children import Children
 from hyperpodrun.agent.config import JobConfig
@@ -408,6 +408,12 @@ class Agent:
         """Close everything in order; the loop stops when the consoles have taken the last line."""
         self.code = code
         self.link.remember(ended=code)
+        if code == 0 and self.config.mesh is None:
+            folder = os.environ.get(names.INJECT_DIR) or self.link.run_dir.path
+            for order in planted.not_struck(self.config.planted, folder, self.config.job_id):
+                self.output.say(
+                    f"{names.INJECT}: {order!r} did not strike: no rank with @HPWrapper or note_step() came to its place"
+                )
         self.desk.flush(code)
         self.starter.close()
         self.attempt.links.close()

@@ -102,6 +102,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """From here on ports are looked for on which the ranks of this node listen for each other's data."""
     mesh: MeshConfig | None = None
     """None: this node alone is the job."""
+    planted: tuple[str, ...] = ()
+    """Faults that are to strike in this job (HYPERPODRUN_INJECT)."""
     notes: tuple[str, ...] = ()
     """Sentences to tell the user once at the start (options that are not active yet, or cannot be honoured)."""
 

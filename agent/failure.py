@@ -94,6 +94,8 @@ class FailureDesk:
 
     def slow_to_leave(self, end: End, waits: tuple[int, ...]) -> None:
         """Say what was seen and who is waited for: a recall that takes long should not look like a silence."""
+        if not waits:
+            return
         ranks = ", ".join(str(self._first_rank + local_rank) for local_rank in waits)
         self._output.say(
             f"{report.headline(self._failed_rank(end), self._about(''))}; waiting for rank {ranks} to leave its function"
@@ -278,10 +280,10 @@ class FailureDesk:
                     local_rank,
                     self._first_rank + local_rank,
                     end.pid,
-                    _RAISED,
+                    _RAISED if fault is None or fault.exit_status is None else fault.exit_status,
                     end.at_s,
                     hung=end.hung,
-                    left=not end.hung,
+                    left=not end.hung and (fault is None or fault.exit_status is None),
                     why=end.why,
                 ),
                 evidence=evidence.of_fault(fault.text, fault.headline) if fault is not None else blame.NO_EVIDENCE,

@@ -60,3 +60,16 @@ def test_what_long_dead_jobs_left_is_removed(tmp_path: Path) -> None:
 def test_folders_of_different_jobs_and_nodes_differ() -> None:
     names = {where.folder_of(job, node) for job in ("a", "b", "a/b", "a_b", "ä" * 300) for node in ("n0", "n1:1")}
     assert len(names) == 10 and all(len(os.path.basename(name)) < 120 and "/" not in os.path.basename(name) for name in names)
+
+
+def test_a_state_with_a_name_lies_within_and_holds_all(folder: Path) -> None:
+    """What the agent looks at and removes is the folder of the job."""
+    within = where.of_state(str(folder), "g/1")
+    assert os.path.dirname(within) == str(folder) and where.of_state(str(folder), "default") == str(folder)
+    fd = where.hold(within)
+    assert where.lock_of(within) == where.lock_of(str(folder)) and os.path.isdir(within)
+    node_state.end("job", "node", True, True, pytest.fail)
+    assert folder.exists()
+    os.close(fd)
+    node_state.end("job", "node", True, True, pytest.fail)
+    assert not folder.exists()

@@ -64,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     """The function raised, or asked for a restart. The process is on its way to the barrier by itself.
 
     `kind` names the exception's class, `headline` is its last line, `text` the traceback. `rung`: the least rung that is asked
-    for ("": whatever the policy says).
+    for ("": whatever the policy says). `exit_status`: the process ends by itself instead, with this wait(2) status (SystemExit).
     """
 
     generation: int
@@ -72,6 +72,7 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     headline: str
     text: str = ""
     rung: Rung = ""
+    exit_status: int | None = None
 
 
 class Unfit(msgspec.Struct, frozen=True, tag="unfit"):

@@ -8,10 +8,12 @@ import fcntl
 import os
 import re
 from hashlib import blake2b
+from urllib.parse import quote
 
 BASE = "/dev/shm"
 PREFIX = "hyperpodrun-state"
 _LOCK = "lock"
+_OF_STATE = "state-"
 
 
 def prefix() -> str:
@@ -26,10 +28,23 @@ def folder_of(job_id: str, node: str, base: str = BASE) -> str:
     return os.path.join(base, f"{prefix()}{plain}-{tail}")
 
 
+def of_state(folder: str, name: str) -> str:
+    """Where one of several states of a program has its files: in a folder of its own within, but for the one that has no name."""
+    return folder if name == "default" else os.path.join(folder, _OF_STATE + quote(name, safe=""))
+
+
+def lock_of(folder: str) -> str:
+    """The file that is locked while a folder, or one of a state within, is used."""
+    top, name = os.path.split(folder)
+    return os.path.join(top if name.startswith(_OF_STATE) else folder, _LOCK)
+
+
 def hold(folder: str) -> int:
     """Make the folder if need be; a descriptor that marks it as used. Raises OSError."""
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    lock = lock_of(folder)
+    for made in (os.path.dirname(lock), folder):
+        os.makedirs(made, mode=0o700, exist_ok=True)
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

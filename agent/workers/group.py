@@ -148,7 +148,10 @@ class WorkerGroup:
                 self._next_generation = generation
                 return self._reenter(now_s)
             case Release() if self.state is State.RUNNING:
-                return self._carried(self.recall.release(), now_s)
+                if released := self.recall.release():
+                    # Whatever ranks do behind their function they may take their time for, until the first of them ends.
+                    self._skew_deadline_s = now_s + self.skew_timeout_s if self.ends else None
+                return self._carried(released, now_s)
             case OthersDone() if self.state is State.RUNNING and self._skew_deadline_s is None:
                 self._skew_deadline_s = now_s + self.skew_timeout_s
             case Stop(kill, part):
@@ -377,7 +380,7 @@ class WorkerGroup:
     def _tick(self, now_s: float) -> list[Effect]:
         if self.state is State.RUNNING and self._skew_deadline_s is not None and now_s >= self._skew_deadline_s:
             self._skew_deadline_s = None
-            late = tuple(r for r in sorted(self.alive) if self.recall.place(r) not in (Place.RETURNED, Place.FREE))
+            late = tuple(r for r in sorted(self.alive) if self.recall.place(r) is not Place.RETURNED)
             why = f"not done {self.skew_timeout_s:g} s after the first rank"
             if not late:
                 why = f"its function has returned, but for {self.skew_timeout_s:g} s not those of all ranks of other nodes"

@@ -146,7 +146,10 @@ def hints(root: FailedRank, about: Circumstances) -> list[str]:
     if code is not None and 128 < code <= 128 + 31:
         found.append(f"by this code shells and some wrappers report that a child was killed by {signal_name(code - 128)}")
     if root.evidence.victim:
-        found.append("its words say that a peer was lost, but no other rank here is to blame: look at the other nodes' reports")
+        found.append(
+            "its words say that a peer was lost, but no other rank here has failed: one may have ended with code 0 while others still "
+            "communicated; with several nodes, look at the other nodes' reports"
+        )
     return found
 
 

@@ -163,11 +163,13 @@ OPTIONS: tuple[Option, ...] = (
     # Restarts and ending
     Option(
         name="max-restarts", origin="torchrun", group=RESTARTS, kind=kinds.whole(0), default="0",
-        help="Restarts of the job before it is given up.",
+        help="Restarts of the job before it is given up. With --inprocess-restart, where this is not given: 32 within "
+        "--restart-window.",
     ),
     Option(
         name="restart-window", origin="own", group=RESTARTS, kind=kinds.seconds(), default="3600",
-        help="Time over which node failures are counted for --max-node-failures.",
+        help="Time over which faults are counted: for --max-node-failures, --max-rank-faults, and restarts in place without "
+        "--max-restarts.",
     ),
     Option(
         name="max-node-failures", origin="own", group=RESTARTS, kind=kinds.whole(0), unset="unlimited",

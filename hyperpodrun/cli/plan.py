@@ -26,7 +26,7 @@ from hyperpodrun.cli.resolve import job_id
 def plan(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> str:
     """The whole text."""
     parts = [
-        f"Job {printable(config.job_id)}: {config.nproc_per_node} worker(s) on this node, {config.max_restarts} restart(s), "
+        f"Job {printable(config.job_id)}: {config.nproc_per_node} worker(s) on this node, {_restarts(config)}, "
         f"start method {config.start_method}. Nothing is started.\n",
         _section("Nodes", _nodes(config, environment)),
         _section("Command of each worker", [_command(config)]),
@@ -37,6 +37,12 @@ def plan(config: JobConfig, settings: Settings, environment: Mapping[str, str]) 
         _section("Notes", config.notes),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _restarts(config: JobConfig) -> str:
+    if config.inprocess_restart and not config.max_restarts_given:
+        return f"up to 32 restarts within {config.restart_window_s:g} s"
+    return f"{config.max_restarts} restart(s)"
 
 
 def _section(title: str, lines: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from hyperpodrun.cli import machine, places
 from hyperpodrun.cli.kinds import NAME, BadValueError, Nodes, StreamChoice, boolean
 from hyperpodrun.cli.options import BY_NAME, OPTIONS
 from hyperpodrun.cli.parse import CommandLine, Settings
+from hyperpodrun.cli.planted import planted
 from hyperpodrun.cli.program import find_executable, program
 from hyperpodrun.cli.refusal import MachineRefusal, Refusal, quoted
 
@@ -52,6 +53,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
     log_dir = settings.find("log-dir", str)
     if log_dir is not None:
         machine.check_log_dir(log_dir, settings.source("log-dir"), create=not settings.on("dry-run"))
+    orders = planted(environment, workers * nodes.maximum, notes)
     named, origin = job_id(settings, environment, _common_id(mesh) if mesh else chance_id)
     return JobConfig(
         program=what,
@@ -96,6 +98,7 @@ def resolve(line: CommandLine, settings: Settings, environment: Mapping[str, str
         post_train_args=settings.find("post-train-args", tuple) or (),
         rootless=rootless,
         data_port=settings.get("data-port", int),
+        planted=orders,
         notes=tuple(notes),
         mesh=mesh,
     )

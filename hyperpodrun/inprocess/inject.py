@@ -29,7 +29,8 @@ Keys, all optional:
 
 Each fires `times` times in a job, whatever is restarted in between: a claim is kept in HYPERPODRUN_INJECT_DIR, else in the launcher's
 own folder, which goes with the job. That folder is the node's: a rank that moves to another node may meet its fault again,
-unless the named folder is shared. A forked replacement on the same node does not.
+unless the named folder is shared. A forked replacement on the same node does not. The launcher reads the orders before it starts
+anything, and says at the end of a job of one node which of them have not struck.
 """
 
 import ctypes
@@ -47,7 +48,6 @@ from hyperpodrun.agent.wire import names
 
 KINDS = ("exception", "sigkill", "exit", "sigstop", "hang", "hang-sleep", "hang-c", "hang-collective", "balloon")
 _KEYS = ("rank", "step", "phase", "generation", "seed", "times", "for", "code", "mb")
-_FOLDER = "HYPERPODRUN_INJECT_DIR"
 
 
 class InjectedFault(RuntimeError):
@@ -162,7 +162,7 @@ _here: dict[tuple[str, int, int], int] = {}
 
 def _claim(fault: Fault, rank: int) -> bool:
     """Is it still to fire? Claims are files, so that a process which takes a dead one's place knows of them."""
-    folder = os.environ.get(_FOLDER) or os.path.dirname(os.environ.get(names.LINK, "").removeprefix("unix:"))
+    folder = os.environ.get(names.INJECT_DIR) or os.path.dirname(os.environ.get(names.LINK, "").removeprefix("unix:"))
     job = "".join(letter if letter.isalnum() else "_" for letter in os.environ.get(names.JOB_ID, "job"))
     for turn in range(fault.times):
         if not folder:  # no launcher, no restarted processes
@@ -178,7 +178,9 @@ def _claim(fault: Fault, rank: int) -> bool:
         except FileExistsError:
             continue
         except OSError as error:
-            raise BadInjection(f"{folder} cannot keep which faults have fired ({error.strerror}); set {_FOLDER}") from error
+            raise BadInjection(
+                f"{folder} cannot keep which faults have fired ({error.strerror}); set {names.INJECT_DIR}"
+            ) from error
         return True
     return False
 

@@ -173,9 +173,9 @@ class Session:
                 self._check_end()
                 self._changed.wait()
 
-    def fault(self, kind: str, headline: str, text: str = "", rung: link.Rung = "") -> None:
+    def fault(self, kind: str, headline: str, text: str = "", rung: link.Rung = "", exit_status: int | None = None) -> None:
         """Tell the agent of a fault of this generation."""
-        self.send(link.Fault(self.generation, kind, headline, text, rung))
+        self.send(link.Fault(self.generation, kind, headline, text, rung, exit_status))
 
     def leave_by_itself(self, reason: str) -> None:
         """As if the agent had ordered it: this process has reported a fault from beside the function's thread."""

@@ -11,8 +11,9 @@ An exception is told first and acted upon at once, without waiting for the agent
 the process is on its way to the barrier further orders are ignored: it is on its way already. When abort, finalize or the
 health check fail, the process is replaced (`Unfit`, then that exception ends it).
 
-What passes through: SystemExit and KeyboardInterrupt (but not a SystemExit that user code made of our own order to leave). Everything
-else, BaseExceptions included, is a fault. Arguments are handed in again as they are: what the function changes in them stays changed.
+What passes through: SystemExit and KeyboardInterrupt, told before (but not a SystemExit that user code made of our own order to
+leave), and whatever leaves the function in a child that was forked inside it. Everything else, BaseExceptions included, is a fault.
+Arguments are handed in again as they are: what the function changes in them stays changed.
 A wrapped function inside another one is a plain call. One wrapped call a process is protected; what runs behind it is not, a
 second one included: a fault there restarts the process. Generator and async functions are refused: when their bodies run, the
 wrapper has been left.
@@ -24,6 +25,7 @@ import functools
 import inspect
 import json
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -169,6 +171,7 @@ class _Rounds:
         self._session = session
         self._caller = caller
         self._reserve = describe.Reserve()
+        self._pid = os.getpid()
         session.unblock = lambda: options.abort.free(session.interrupter.left.wait)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,12 +183,19 @@ class _Rounds:
             try:
                 value = self._attempt(function, args, kwargs)
             except BaseException as caught:
-                if isinstance(caught, KeyboardInterrupt):
-                    raise
-                if isinstance(caught, SystemExit) and not session.interrupter.mine(caught):
+                if os.getpid() != self._pid:
+                    raise  # a child that the function has forked: its end is its own
+                status = _exit_status(caught)
+                if status is not None and not (isinstance(caught, SystemExit) and session.interrupter.mine(caught)):
+                    if status:
+                        self._tell(
+                            caught, status
+                        )  # before its connections end, which would make others look like the first to fail
                     raise
                 self._tell(caught)
                 error = caught
+            if os.getpid() != self._pid:
+                return value
             if error is None and not session.interrupted():
                 self._trace("returned")
                 if session.hold():
@@ -204,6 +214,7 @@ class _Rounds:
         caller.generation, caller.restart_count = enter.generation, enter.restart_count
         caller.restart_mode, caller.restart_reason = enter.mode, enter.reason
         self._reserve.hold()
+        groups.end_of_former()
 
     def _attempt(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
@@ -222,8 +233,8 @@ class _Rounds:
 
         return session.interrupter.run(body)
 
-    def _tell(self, error: BaseException) -> None:
-        """Report it, unless it only is the way out that the agent asked for."""
+    def _tell(self, error: BaseException, exit_status: int | None = None) -> None:
+        """Report it, unless it only is the way out that the agent asked for. `exit_status`: the process ends with it."""
         if isinstance(error, MemoryError):
             self._reserve.spend()
         session = self._session
@@ -233,7 +244,7 @@ class _Rounds:
         restart = isinstance(error, RestartRequested)
         kind = "RestartRequested" if restart else describe.kind_of(error)
         rung: Any = getattr(error, "rung", "")  # RestartRequested, and errors that know that no restart helps
-        session.fault(kind, describe.headline(error), describe.text_of(error), rung)
+        session.fault(kind, describe.headline(error), describe.text_of(error), rung, exit_status)
 
     def _leave(self, error: BaseException | None) -> None:
         """From the function to the barrier. Raises when this process cannot be used again; the agent knows by then."""
@@ -286,6 +297,21 @@ class _Rounds:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             _warn_once(f"trace_file_path: {path} cannot be written: {error.strerror}")
+
+
+def _exit_status(error: BaseException) -> int | None:
+    """The wait(2) status of a process that this exception ends; None: it does not.
+
+    Source: CPython Python/pythonrun.c, handle_system_exit.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return int(signal.SIGINT)
+    if not isinstance(error, SystemExit):
+        return None
+    code = error.code
+    if code is None:
+        return 0
+    return ((code if isinstance(code, int) else 1) & 0xFF) << 8
 
 
 def _inject(phase: str) -> None:

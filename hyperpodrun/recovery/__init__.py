@@ -7,6 +7,7 @@ state.py has the theory; plan.py decides who gets what from whom.
 
 from hyperpodrun.recovery.parts import RecoveryError
 from hyperpodrun.recovery.plan import Contradiction
+from hyperpodrun.recovery.sampler import JobSampler
 from hyperpodrun.recovery.state import RecoverableState
 
-__all__ = ["Contradiction", "RecoverableState", "RecoveryError"]
+__all__ = ["Contradiction", "JobSampler", "RecoverableState", "RecoveryError"]

@@ -10,6 +10,7 @@ States of the live parts: *unborn* (nothing was committed), *whole* at `step`, *
 Invariants: `step` only grows while the marks are of one run of the function; a torn state is never offered.
 """
 
+import struct
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -20,18 +21,32 @@ from hyperpodrun.recovery.shard import NO_KIN
 from hyperpodrun.recovery.shm import HeapSlots
 
 KEPT = 2
+_TAIL = struct.Struct("<Q")
+
+
+def joined(value: bytes, constant: bytes = b"") -> bytes:
+    """A value and what of it does not change from step to step, as one."""
+    return value + constant + _TAIL.pack(len(constant))
+
+
+def split(text: bytes) -> tuple[bytes, bytes]:
+    """What was joined. Raises ValueError."""
+    if len(text) < _TAIL.size or (size := _TAIL.unpack_from(text, len(text) - _TAIL.size)[0]) > len(text) - _TAIL.size:
+        raise ValueError("a small state that is shorter than it says")
+    end = len(text) - _TAIL.size
+    return text[: end - size], text[end - size : end]
 
 
 class Kept:
-    """The newest KEPT values by step, and those of the newest KEPT versions."""
+    """The newest KEPT values by step, and those of the newest KEPT versions. A constant that values share is there once."""
 
     def __init__(self) -> None:
-        self._values: dict[int, bytes] = {}
+        self._values: dict[int, tuple[bytes, bytes]] = {}
         self._pinned: list[int] = []
 
-    def put(self, step: int, value: bytes) -> None:
+    def put(self, step: int, value: bytes, constant: bytes = b"") -> None:
         """Remember a value; the oldest goes."""
-        self._values[step] = value
+        self._values[step] = value, constant
         self._tidy()
 
     def pin(self, step: int, keep: int | None) -> None:
@@ -41,8 +56,8 @@ class Kept:
         self._tidy()
 
     def get(self, step: int) -> bytes | None:
-        """The value after that step, if it is still here."""
-        return self._values.get(step)
+        """The value after that step and its constant, joined, if it is still here."""
+        return joined(*self._values[step]) if step in self._values else None
 
     def steps(self) -> list[int]:
         """The steps whose values are here."""

@@ -155,5 +155,5 @@ _held: dict[str, int] = {}
 
 def _hold(folder: str) -> None:
     """Mark the folder as used by this process, until it ends."""
-    if folder not in _held or not os.path.exists(os.path.join(folder, "lock")):
+    if folder not in _held or not os.path.exists(node_state.lock_of(folder)):
         _held[folder] = node_state.hold(folder)

@@ -7,7 +7,9 @@ values in by itself.
 
 Kinds of parts
 - ModelPart      parameters in place. Buffers are not here: a forward pass changes them before the step is committed (private state).
-- OptimizerPart  state set directly, the groups' values too; what appears at the first step is made from the layout.
+                 Those of an average of models are, for they change with its parameters.
+- OptimizerPart  state set directly, the groups' values too; what appears at the first step is made from the layout. Only of an
+                 optimizer whose state is that: one with a state_dict of its own is refused.
 - PlainPart      anything with state_dict and load_state_dict (schedulers, scalers, samplers, loaders): its values are copied.
 
 Invariants: leaves of equal layouts pair up by position; the leaves of models and optimizers alias their memory.
@@ -28,6 +30,12 @@ Leaves = tuple[list[tuple[str, torch.Tensor]], bytes]
 
 class RecoveryError(RuntimeError):
     """The state cannot be restored into these objects; says which part and why."""
+
+
+class Misused(RecoveryError):
+    """The training loop does something with which a restart would lose state. Restarts do not help."""
+
+    rung = "end"
 
 
 class Part(Protocol):
@@ -59,8 +67,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if to_local is None else to_local()
 
 
+def following(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module that change when its parameters do: those of averages of models."""
+    from torch.optim.swa_utils import AveragedModel
+
+    averages = [(path, module) for path, module in model.named_modules() if isinstance(module, AveragedModel)]
+    return {name: buffer for path, module in averages for name, buffer in module.named_buffers(path)}
+
+
 class ModelPart:
-    """The parameters of a module, each once."""
+    """The parameters of a module, each once, and the buffers that follow them."""
 
     def __init__(self, name: str, model: torch.nn.Module) -> None:
         self.name = name
@@ -85,11 +101,11 @@ class ModelPart:
 
     def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
         """See Part."""
-        return {name: (tuple(p.shape), boxes.of(p, rank)) for name, p in self._model.named_parameters() if hasattr(p, "to_local")}
+        return {name: (tuple(p.shape), boxes.of(p, rank)) for name, p in self._tensors().items() if hasattr(p, "to_local")}
 
     def cut(self, leaves: Sequence[codec.Leaf], skeleton: bytes, rank: int) -> list[codec.Leaf]:
         """See Part."""
-        here = dict(self._model.named_parameters())
+        here = self._tensors()
         lost = [leaf.path for leaf in leaves if leaf.path not in here]
         if lost:
             raise RecoveryError(f"{self.name}: other parameters than before the restart: {len(lost)} are gone ({lost[0]})")
@@ -106,18 +122,36 @@ class ModelPart:
         self.install(tensors, skeleton)
 
     def _here(self) -> dict[str, torch.Tensor]:
-        return {name: local(parameter) for name, parameter in self._model.named_parameters()}
+        return {name: local(tensor) for name, tensor in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**dict(self._model.named_parameters()), **following(self._model)}
 
 
 class OptimizerPart:
-    """An optimizer of torch: its state by the position of the parameter, and the values of its groups."""
+    """An optimizer of torch: its state by the position of the parameter, what else it keeps there, and the values of its groups."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        own = next(kind for kind in type(optimizer).__mro__ if "state_dict" in vars(kind))
+        if own is not torch.optim.Optimizer:
+            raise TypeError(
+                f"{name}: a {type(optimizer).__qualname__} has a state_dict() of its own ({own.__qualname__}), so not all of its "
+                "state is where an optimizer's is, and the rest would be lost. Give the optimizer that it wraps, and what it adds as "
+                "another object with state_dict() and load_state_dict() in the list optimizer=[...]"
+            )
         self.name = name
         self._optimizer = optimizer
 
     def leaves(self) -> Leaves:
-        """See Part."""
+        """See Part. Raises RecoveryError for a state of something that is none of its parameters."""
+        known = {id(parameter) for parameter in self.parameters()}
+        others = {key: value for key, value in self._optimizer.state.items() if id(key) not in known}
+        for key in others:
+            if not isinstance(key, str | int | tuple):
+                raise RecoveryError(
+                    f"{self.name}: it keeps a state for a {type(key).__qualname__} that is none of its parameters, which cannot be "
+                    "carried: keep that by a name"
+                )
         state = {
             place: {key: _gathered(value, parameter) for key, value in self._optimizer.state[parameter].items()}
             for place, parameter in enumerate(self.parameters())
@@ -127,7 +161,7 @@ class OptimizerPart:
             {key: len(value) if key == "params" else value for key, value in group.items()}
             for group in self._optimizer.param_groups
         ]
-        return codec.encode({"state": state, "groups": groups})
+        return codec.encode({"state": state, "groups": groups, "others": others})
 
     def places(self, leaves: Sequence[codec.Leaf]) -> list[torch.Tensor]:
         """See Part."""
@@ -149,6 +183,7 @@ class OptimizerPart:
         for place, values in there["state"].items():
             parameter = parameters[place]
             self._optimizer.state[parameter] = {key: _spread(value, parameter) for key, value in values.items()}
+        self._optimizer.state.update(there["others"])
 
     def spread(self, rank: int) -> dict[str, tuple[tuple[int, ...], Box | None]]:
         """See Part."""

@@ -88,6 +88,7 @@ class Slots:
         name = blake2b(shard.encode(), digest_size=10).hexdigest()
         self._paths = [os.path.join(folder, name + suffix) for suffix in suffixes]
         self._maps: dict[str, memoryview] = {}
+        self._files: dict[str, tuple[int, int]] = {}
         self._open: tuple[memoryview, int, _Meta, int] | None = None
 
     def write(self, step: int, shard: Shard, history: History = (), keep: int | None = None) -> None:
@@ -161,7 +162,8 @@ class Slots:
 
     def _map(self, path: str, size: int) -> memoryview:
         known = self._maps.get(path)
-        if known is not None and len(known) == size:
+        # another process may have removed the file, made it anew or cut it
+        if known is not None and len(known) == size and self._files[path] == _file(path):
             return known
         self._maps.pop(path, None)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
@@ -173,7 +175,7 @@ class Slots:
             except OSError as error:
                 os.unlink(path)
                 raise NoRoom(error.errno, _no_room(self._folder, size, self._shard)) from error
-            self._maps[path] = mapped(fd, size)
+            self._maps[path], self._files[path] = mapped(fd, size), _file(fd)
         finally:
             os.close(fd)
         return self._maps[path]
@@ -303,6 +305,15 @@ def _tensors(layout: Layout, where: memoryview, start: int) -> Sequence[torch.Te
     return tensors
 
 
+def _file(path: str | int) -> tuple[int, int]:
+    """Which file it is, and how long."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return -1, -1
+    return status.st_ino, status.st_size
+
+
 def _aligned(size: int) -> int:
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
@@ -328,6 +339,8 @@ def _sum(step: int, sizes: tuple[int, int, int], text: bytes | memoryview, diges
 
 def _no_room(folder: str, size: int, shard: str) -> str:
     base = os.path.dirname(folder)
+    while not os.path.ismount(base):
+        base = os.path.dirname(base)
     try:
         stat = os.statvfs(base)
         free = f"{stat.f_bavail * stat.f_frsize / 2**20:,.0f} MiB are free"

@@ -13,8 +13,9 @@ shared memory and to buddies on other nodes (versions.py). After a restart `rest
 (restoring.py).
 
 Leaving `update(step)` without an exception commits the step: model, optimizer, scheduler, scaler, sampler and random states are
-then the state after `step`. What is changed outside of it (a scheduler stepped after the block) would be lost in a restart, so it
-is an error.
+then the state after `step`. What is changed outside of it (a scheduler stepped after the block) would be lost in a restart, and what
+is private and changes inside it would come back a step old: both are errors, seen in the first steps. So is what should be equal on
+ranks and is not.
 
 States: *new* (before `restore`), *between* updates, *inside* one (torn until it is left in good order).
 """
@@ -25,15 +26,18 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
+import xxhash
 
+from hyperpodrun.agent.wire import names, node_state
 from hyperpodrun.inprocess.progress import counters, note_step
 from hyperpodrun.inprocess.session import update_section
-from hyperpodrun.recovery import keys, memory, placement, plan, private, reuse, rng, shard
+from hyperpodrun.recovery import checks, keys, memory, placement, plan, private, reuse, rng, shard
 from hyperpodrun.recovery.exchange import Exchange
 from hyperpodrun.recovery.held import Held, blob
 from hyperpodrun.recovery.memory import Memory
-from hyperpodrun.recovery.parts import Part, RecoveryError, expected_bytes, part_of
+from hyperpodrun.recovery.parts import Misused, Part, RecoveryError, expected_bytes, part_of
 from hyperpodrun.recovery.restoring import Nothing, Restored, Restoring
 from hyperpodrun.recovery.tiered import EVERY, Tiered
 from hyperpodrun.recovery.tiered import found as stored_in
@@ -49,13 +53,15 @@ class RecoverableState:
     """What a step changes, and how it comes back.
 
     `model`, `optimizer`, `scheduler`, `scaler`: one each, or a list. `sampler` and anything else that is given by name must have
-    state_dict and load_state_dict and is private to the rank; a further module or optimizer is shared like the model. `rng`: True
+    state_dict and load_state_dict and is private to the rank; a further module or optimizer is shared like the model. What changes
+    inside `update` and is equal on the ranks (averages of parameters) goes into the list of optimizers if it is large, into that of
+    schedulers if it is small. A sampler whose state is the whole job's says so by `job_wide = True` (sampler.JobSampler). `rng`: True
     (random states are replicated each step), "counter" (every generator is seeded per step from (`seed`, rank, step)) or False.
     `replica_group`: the ranks that hold the same parameters (None: all; a process group, or a list of ranks); DTensors know by
     themselves. `copies`: below 2, live objects only; else versions in the node's shared memory too, and as many buddies for
     private state. `tiered`: a folder, best one that all nodes share, in which the state is stored every `tiered_every` steps (None:
     tiered.EVERY) and from which it comes where no memory holds it any more; None: stored checkpoints are the script's business, and
-    `restore` gives 0. `name` tells several states of one program apart.
+    `restore` gives 0. `name` tells several states of one program apart: they come back each by itself.
 
     Raises TypeError for an object without state, ValueError for a bad option.
     """
@@ -94,18 +100,14 @@ class RecoverableState:
         self._private = private.Private(things, models, self._mode)
         self._group = replica_group
         self._copies = copies
-        self._path = "" if tiered is None else os.path.abspath(tiered)
+        self._path = "" if tiered is None else node_state.of_state(os.path.abspath(tiered), name)
         self._tiered = Tiered(self._path, tiered_every or EVERY, self._say) if self._path else None
         self._stores: list[str] = []
         self._seed = seed
         self._name = name
-        self._where: Where | None = None
+        self._has_common = bool(self._common) or self._private.has_constants
         self._memory: Memory | None = None
-        self._exchange: Exchange | None = None
-        self._versions: Versions | None = None
-        self._writes_shard = False
-        self._small: Sequence[placement.Place] = ()
-        self._checks = CHECKS
+        self._begin_life()
         self.restored_from = "fresh"
         """Where the state came from: "own", "peer", "copy", "shm", "tiered" or "fresh"."""
         self.why = ""
@@ -115,20 +117,39 @@ class RecoverableState:
 
     # --- a restart
 
+    def _begin_life(self) -> None:
+        """What belongs to one restore and the steps behind it."""
+        self._where: Where | None = None
+        self._meeting: Meeting | None = None
+        self._exchange: Exchange | None = None
+        self._versions: Versions | None = None
+        self._writes_shard = False
+        self._small: Sequence[placement.Place] = ()
+        self._checks = CHECKS
+        self._swapped = b""
+        self._common_digest = bytes(checks.DIGEST_BYTES)
+        self._replicas: set[int] = set()
+        self._constant = b""
+        """What is constant on all ranks alike; `_constants`: by rank, where it differs."""
+        self._constants: dict[int, bytes] = {}
+
     def restore(self) -> int:
         """Bring the state back, or begin afresh; the step to run next. All ranks call it, once the process group is there.
 
         Raises plan.Contradiction when ranks that should be replicas are not, RecoveryError when the objects are not those of before.
         """
-        where = self._where = look()
         earlier = memory.of(self._name)
         if earlier is not None:
             earlier.stop()
+        self._begin_life()
+        self.restored_from = "fresh"
+        where = self._where = self._look()
         mine = self._memory = Memory(self._key(where), self._shared)
         if not where.launched:
             self.why = "not started by hyperpodrun: there is nothing to recover from"
             if self._path:
                 self._say(f"this process was not started by hyperpodrun: nothing is read from {self._path} or stored there")
+            self._private.begin(where.world_size)
             self._seed_step(0)
             return 0
         meeting = Meeting(where, self._name)
@@ -160,6 +181,8 @@ class RecoverableState:
         if earlier is not None:
             mine.take_over(earlier, step)
             mine.before = earlier if isinstance(found, Restored) and found.anew else None
+        if step >= 0 and self._has_common:
+            self._note_common(mine, step, *memory.split(attempt.blobs[f"common {mine.key}"]))
         mine.step, mine.stamp = step, reuse.stamp(self._shared)
         memory.remember(self._name, mine)
         self._settle(meeting, step, attempt)
@@ -170,7 +193,7 @@ class RecoverableState:
 
         Raises plan.Contradiction.
         """
-        where = look()
+        where = self._look()
         if not where.launched:
             return False, "not started by hyperpodrun: there is nothing to recover from"
         found = self._attempt(where, Meeting(where, f"{self._name} feasible"), memory.of(self._name)).look()
@@ -178,7 +201,7 @@ class RecoverableState:
 
     def _attempt(self, where: Where, meeting: Meeting, earlier: Memory | None) -> Restoring:
         key = self._key(where)
-        needs = [key, *([f"common {key}"] if self._common else [])]
+        needs = [key, *([f"common {key}"] if self._has_common else [])]
         held = Held()
         if earlier is not None and reuse.written(self._shared, earlier):
             earlier.torn = True
@@ -198,6 +221,9 @@ class RecoverableState:
         world = 0 if self._private.empty else where.world_size
         return Restoring(where, meeting, needs, world, self._shared, earlier, held, history, self._say)
 
+    def _look(self) -> Where:
+        return msgspec.structs.replace(look(), state=self._name)
+
     def _key(self, where: Where) -> str:
         return keys.shard_key(self._models, ranks_of(self._group, where.world_size), where.rank, where.world_size)
 
@@ -208,14 +234,16 @@ class RecoverableState:
     def _install_small(self, blobs: dict[str, bytes], step: int, world: int) -> None:
         assert self._memory is not None and self._where is not None
         rank = self._where.rank
-        if self._common:
-            text = blobs[f"common {self._memory.key}"]
-            self._memory.common.put(step, text)
+        if self._has_common:
+            text, constant = memory.split(blobs[f"common {self._memory.key}"])
             layout, tensors = shard.unpack(text)
             shard.install(layout, self._common, tensors)
+            self._private.install_constants(constant)
         if world:
             fresh = rng.seed_of(self._seed, rank, step + 1) if rank >= world else None
-            self._private.install(blobs[plan.private(rank % world, world)], fresh)
+            text, constant = memory.split(blobs[plan.private(rank % world, world)])
+            self._private.install_constants(constant)
+            self._private.install(text, self._where.world_size, fresh)
             if fresh is not None and self._mode == "replicate":
                 self._say(f"rank {rank} is new: its random numbers begin at a seed made of ({self._seed}, {rank}, {step + 1})")
 
@@ -225,8 +253,7 @@ class RecoverableState:
         assert where is not None and mine is not None
         if where.world_size > 1 and (versions is not None or not self._private.empty):
             self._exchange = Exchange(where.rank, where.world_size, self._copies, _cpu_group())
-        if step >= 0 and not self._private.empty:
-            self._swap(step)
+        self._replicas = {rank for rank, offer in attempt.offers.items() if offer.needs[:1] == (mine.key,)}
         self._writes_shard = attempt.first_on_node()
         if versions is not None:
             rooms = {rank: card.room for rank, card in attempt.cards.items() if card.room is not None}
@@ -235,7 +262,11 @@ class RecoverableState:
             versions.begin(step, self._names(), attempt.offers, rooms, self._small, attempt.version())
         if self._tiered is not None:
             self._begin_tiered(self._tiered, step, attempt.offers)
-        meeting.barrier()
+        self._meeting = meeting
+        self._share_constants(meeting)
+        self._private.begin(where.world_size)
+        if step >= 0 and not self._private.empty:
+            self._swap(step)
         before, mine.before = mine.before, None
         if before is not None:
             memory.loosen(before)
@@ -245,6 +276,17 @@ class RecoverableState:
         self._seed_step(step + 1)
         if where.rank == 0 and step >= 0:
             self._say(f"step {step + 1} is next: {self.why}")
+        elif where.rank == 0 and (len(mine.history) > 1 or os.environ.get(names.JOB_RESTART_COUNT, "0") != "0"):
+            self._say(f"step 0 is next, whatever was done before the restart is lost: {self.why}")
+
+    def _share_constants(self, meeting: Meeting) -> None:
+        """Once: what is constant is known to those who keep the states. A barrier, too."""
+        mine = self._private.constants()
+        if len({*meeting.share("constants", xxhash.xxh3_128(mine).digest())}) == 1:
+            self._constant = mine
+        elif self._exchange is not None and self._where is not None:
+            others = self._exchange.once(mine)
+            self._constants = {**others, self._where.rank: mine}
 
     def _begin_tiered(self, stored: Tiered, step: int, offers: Mapping[int, plan.Offer]) -> None:
         mine, where = self._memory, self._where
@@ -272,7 +314,7 @@ class RecoverableState:
         """What this rank writes of a version."""
         mine, where = self._memory, self._where
         assert mine is not None and where is not None
-        of_node = [mine.key, *([f"common {mine.key}"] if self._common else [])] if self._writes_shard else []
+        of_node = [mine.key, *([f"common {mine.key}"] if self._has_common else [])] if self._writes_shard else []
         of_others = (place.shard for place in self._small if place.buddy == where.rank)
         return [*self._privates(where.rank), *of_others, *of_node]
 
@@ -286,14 +328,22 @@ class RecoverableState:
         mine = self._memory
         if mine is None:
             raise RecoveryError("update() before restore(): call restore() once, it gives the step to begin with")
+        if self._meeting is not None and memory.of(self._name) is not mine:
+            raise Misused(
+                f"another state by the name of {self._name!r} was restored after this one: give each of them a name of its own, "
+                "RecoverableState(name=...)"
+            )
         if step <= mine.step:
             raise RecoveryError(f"update({step}): step {mine.step} is committed already; steps have to grow")
         if self._versions is not None:
             self._versions.settle()
         if self._tiered is not None:
             self._tiered.settle()
-        if self._common:
-            self._look_for_changes_outside(mine)
+        self._private.drawn(step)
+        if self._checks:
+            checks.outside(self._common, mine.common.get(mine.step))
+        if self._checks and self._meeting is not None and mine.step >= 0:
+            checks.replicas(self._meeting, mine, self._shared, self._common, self._common_digest, self._models)
         if self._where is not None and self._where.launched:
             meets = self._versions is not None and self._versions.pace.meets(step)
             if meets or not self._private.empty:
@@ -306,20 +356,28 @@ class RecoverableState:
         text = b"" if self._private.empty else self._private.capture()
         said = (1, 0) if self._versions is None else self._versions.agree()
         if self._exchange is not None:
-            kept, said = self._exchange.swap(text, said)
-            if not self._private.empty:
-                for rank, state in kept.items():
-                    mine.state(plan.private(rank, where.world_size)).put(step, state)
+            kept, said = self._exchange.swap(self._common_digest + text, said)
+            for rank, theirs in kept.items():
+                digest, state = theirs[: checks.DIGEST_BYTES], theirs[checks.DIGEST_BYTES :]
+                if rank in self._replicas and digest != self._common_digest:
+                    raise checks.other_common(self._common, rank, mine.step)
+                if not self._private.empty:
+                    mine.state(plan.private(rank, where.world_size)).put(step, state, self._constants.get(rank, b""))
         if not self._private.empty:
-            mine.state(plan.private(where.rank, where.world_size)).put(step, text)
+            mine.state(plan.private(where.rank, where.world_size)).put(step, text, self._constants.get(where.rank, b""))
+        self._swapped = text
         if self._versions is not None:
             self._versions.agreed(*said)
 
     def _committed(self, step: int) -> None:
         mine = self._memory
         assert mine is not None
-        if self._common:
-            mine.common.put(step, shard.pack(shard.of(self._common)))
+        if self._checks and self._meeting is not None:
+            checks.carriable(self._shared)
+            checks.too_late(self._private, self._swapped)
+        self._checks = max(0, self._checks - 1)
+        if self._has_common:
+            self._note_common(mine, step, shard.pack(shard.of(self._common)), self._constant)
         mine.step, mine.stamp = step, reuse.stamp(self._shared)
         mine.torn = False
         if self._versions is not None:
@@ -328,6 +386,10 @@ class RecoverableState:
             self._tiered.store(step, self._made(step, self._stores))
         self._seed_step(step + 1)
         note_step(step)
+
+    def _note_common(self, mine: Memory, step: int, text: bytes, constant: bytes) -> None:
+        mine.common.put(step, text, constant)
+        self._common_digest = checks.digest(text)
 
     def _made(self, step: int, names: Sequence[str]) -> dict[str, shard.Shard]:
         mine = self._memory
@@ -340,17 +402,6 @@ class RecoverableState:
                 kept = mine.common if name.startswith("common ") else mine.state(name)
                 made[name] = blob(name, kept.get(step) or b"")
         return made
-
-    def _look_for_changes_outside(self, mine: Memory) -> None:
-        before = mine.common.get(mine.step)
-        if self._checks and before is not None:
-            self._checks -= 1
-            if shard.pack(shard.of(self._common)) != before:
-                names = ", ".join(part.name for part in self._common)
-                raise RecoveryError(
-                    f"{names} changed outside of `with state.update(step):`, so a restart would lose the change: "
-                    "move scheduler.step() and scaler.update() into the block"
-                )
 
     def _seed_step(self, step: int) -> None:
         if self._mode == "counter":

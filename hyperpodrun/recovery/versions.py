@@ -47,7 +47,7 @@ class Versions:
     """`copies`: how many nodes shall hold each shard."""
 
     def __init__(self, where: Where, mine: Memory, copies: int, token: bytes, say: Callable[[str], None]) -> None:
-        self.folder = node_state.folder_of(where.job_id, where.node)
+        self.folder = where.folder
         self.pace = Pace()
         self._where = where
         self._mine = mine
@@ -199,7 +199,7 @@ _told: set[str] = set()
 def found_by(where: Where, earlier: Memory | None) -> list[shm.Version]:
     """All versions on this node and in this process."""
     heap = {} if earlier is None else earlier.heap
-    on_node = shm.scan(node_state.folder_of(where.job_id, where.node))
+    on_node = shm.scan(where.folder)
     return [*on_node, *(version for slots in heap.values() for version in slots.found())]
 
 

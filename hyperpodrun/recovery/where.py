@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from hyperpodrun.agent.wire import names
+from hyperpodrun.agent.wire import names, node_state
 
 _calls: dict[tuple[str, str], int] = {}
 
 
 class Where(msgspec.Struct, frozen=True):
-    """`launched`: by hyperpodrun. `node` is this node's name among the job's."""
+    """`launched`: by hyperpodrun. `node` is this node's name among the job's. `state`: which of the program's states is meant."""
 
     rank: int
     world_size: int
@@ -28,6 +28,12 @@ class Where(msgspec.Struct, frozen=True):
     generation: str
     launched: bool
     local_world_size: int = 1
+    state: str = "default"
+
+    @property
+    def folder(self) -> str:
+        """Where the state's versions lie on this node."""
+        return node_state.of_state(node_state.folder_of(self.job_id, self.node), self.state)
 
 
 def look() -> Where:

@@ -245,3 +245,17 @@ def test_the_file_of_contact_points_is_read(launcher, tmp_path):
 def test_undecodable_and_long_texts_are_shown_safely(launcher):
     assert "'no\\xff\\x1b[1m.py'" in launcher.refusal(os.fsdecode(b"no\xff\x1b[1m.py"))
     assert len(launcher.refusal("--role", "\a" * 5000, "train.py")) < 600
+
+
+@pytest.mark.parametrize(
+    ("orders", "part"),
+    [
+        ("boom@rank=1", "'boom'"),
+        ("exception@bogus=2", "'bogus=2'"),
+        ("exception@step=x", "'exception@step=x'"),
+        ("@none.txt", "cannot be read"),
+    ],
+)
+def test_wrong_orders_for_planted_faults_are_refused(launcher, orders: str, part: str) -> None:
+    sentence = launcher.refusal("train.py", HYPERPODRUN_INJECT=orders)
+    assert "HYPERPODRUN_INJECT" in sentence and part in sentence

@@ -144,14 +144,30 @@ def test_one_that_has_returned_runs_again_when_others_fault(agent: FakeAgent) ->
 
 
 @pytest.mark.parametrize(
-    ("raising", "code"),
-    [("sys.exit(5)", 5), ("sys.exit()", 0), ("raise KeyboardInterrupt", 130)],
+    ("raising", "code", "status"),
+    [
+        ("sys.exit(5)", 5, 5 << 8),
+        ("sys.exit('words')", 1, 1 << 8),
+        ("sys.exit()", 0, None),
+        ("raise KeyboardInterrupt", 130, signal.SIGINT),
+    ],
 )
-def test_exits_pass_through(agent: FakeAgent, raising: str, code: int) -> None:
+def test_exits_pass_through_and_are_told(agent: FakeAgent, raising: str, code: int, status: int | None) -> None:
     agent.start(script(raising))
     round_trip(agent)
     assert agent.code() == code
-    assert not [one for one in agent.workers[0].said if isinstance(one, link.Fault)]
+    told = [one.exit_status for _, one in agent.history if isinstance(one, link.Fault)]
+    assert told == ([] if status is None else [status])
+
+
+@pytest.mark.parametrize("leaving", ["raise ValueError", "return 5", "sys.exit(3)"])
+def test_a_child_that_the_function_forks_speaks_for_itself(agent: FakeAgent, leaving: str) -> None:
+    body = f"pid = os.fork()\nif pid == 0: {leaving}\nsay('child', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\nreturn g"
+    agent.start(script(body))
+    round_trip(agent)
+    finish(agent)
+    assert not [one for _, one in agent.history if isinstance(one, link.Fault)]
+    assert f"child {({'raise ValueError': 1, 'return 5': 0, 'sys.exit(3)': 3})[leaving]}" in agent.output()
 
 
 def test_an_exit_that_user_code_makes_of_our_order_is_ours(agent: FakeAgent) -> None:

@@ -269,6 +269,23 @@ def test_budget_spent_ends_the_job_with_the_culprits_report(launch: Callable) ->
     run.nothing_left()
 
 
+@pytest.mark.parametrize(("leaving", "code"), [("sys.exit(5)", 5), ("raise KeyboardInterrupt", 130)])
+def test_a_rank_that_exits_is_the_first_failure_with_its_own_code(launch: Callable, leaving: str, code: int) -> None:
+    """It is slow to go, and what it takes with it makes others fail before it is gone."""
+    head = "import atexit\nif RANK == 1: atexit.register(lambda: (tell('going'), wait_for('finish')))"
+    work = once(leaving) + "\nwhile not any(name.startswith('going.') for name in os.listdir(FOLDER)): time.sleep(0.01)"
+    run = launch(
+        "--nproc-per-node=3",
+        "--inprocess-restart",
+        "--max-restarts=0",
+        script=head + script(work + "\nraise ConnectionError('peer lost')"),
+    )
+    run.until_told("going", 1)
+    (run.folder / "finish").touch()
+    assert run.code() == code, run.story()
+    assert "first failure: rank 1 " in run.err, run.story()
+
+
 def test_stop_during_a_recall(launch: Callable) -> None:
     still = "if RANK == 1 and GENERATION == 0:\n    tell('still')\n    ctypes.PyDLL(None).sleep(10**6)\n"
     work = still + "while not told('still'): time.sleep(0.01)\nif GENERATION == 0 and RANK == 0: raise ValueError('boom')"
@@ -441,3 +458,13 @@ def test_c_frames_of_a_rank_that_is_not_freed_are_printed_where_py_spy_is_there(
     finish(run, 1)
     said = run.out + run.err
     assert f"C frames: dump --native --pid {stuck}" in said, run.story()
+
+
+def test_a_planted_fault_that_has_not_struck_is_told(launch: Callable) -> None:
+    orders = "exception@rank=1,phase=return;exception@rank=1,phase=nowhere;exception@rank=7"
+    run = launch(*OPTIONS, script=script("return 1"), env={"HYPERPODRUN_INJECT": orders})
+    assert run.code() == 0, run.story()
+    assert "'exception@rank=1,phase=nowhere' did not strike" in run.err
+    assert "'exception@rank=7' can strike nobody, the ranks are 0 to 2" in run.err
+    assert "phase=return' did not" not in run.err
+    run.nothing_left()

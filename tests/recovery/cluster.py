@@ -504,6 +504,7 @@ def edges(patch: pytest.MonkeyPatch, every: int) -> Iterator[Callable[[Cluster],
     patch.setattr(nodestate, "INLINE", 1e9)
     patch.setattr(pace.Pace, "every", lambda self: every)
     patch.setattr(node_state, "folder_of", lambda job, node: str(node_folder(cluster().folder, node)))
+    patch.setattr(node_state, "of_state", lambda folder, name: folder)  # names of states are processes', which share them
     patch.setattr(versions.Versions, "_tell", lambda *_: None)
     yield now.append
     now.clear()

@@ -438,7 +438,7 @@ def play(seed: int, patch: pytest.MonkeyPatch, fills: bool = False) -> Run:
     return run
 
 
-FIRST, RUNS = int(os.environ.get("CLUSTER_SEED", "0")), int(os.environ.get("CLUSTER_RUNS", "16"))
+FIRST, RUNS = int(os.environ.get("CLUSTER_SEED", "11")), int(os.environ.get("CLUSTER_RUNS", "16"))
 
 
 @pytest.mark.torch

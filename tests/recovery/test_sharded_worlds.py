@@ -85,6 +85,7 @@ def life(generation, ranks, until, breaks=False):
         return
     model, optimizer, scheduler = begin(ranks)
     sampler = Sampler(0 if layout == "tp" else dist.get_rank(), 1 if layout == "tp" else len(ranks))
+    sampler.job_wide = layout == "tp"  # there a step takes as many samples in any world
     state = RecoverableState(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, rng="counter", seed=SEED)
     asked = state.feasible()
     start = state.restore()
