@@ -316,7 +316,10 @@ def test_without_the_option_a_rank_that_pings_no_more_is_ended(launch: Callable)
 
 
 def test_log_files_go_on(launch: Callable, tmp_path: Path) -> None:
-    work = "print('generation', GENERATION, flush=True)\n" + once("os._exit(7)")
+    printed = (
+        "print('generation', GENERATION, flush=True)\ntell('printed')\nwhile len(told('printed')) < WORLD: time.sleep(0.005)\n"
+    )
+    work = printed + once("os._exit(7)")
     run = launch(*OPTIONS, f"--log-dir={tmp_path / 'logs'}", "--tee=3", script=script(work))
     pids(run, 1)
     finish(run, 1)
@@ -451,7 +454,15 @@ def test_c_frames_of_a_rank_that_is_not_freed_are_printed_where_py_spy_is_there(
     spy = folder / "py-spy"
     spy.write_text('#!/bin/sh\necho "C frames: $*"\n')
     spy.chmod(0o755)
-    work = f"if GENERATION == 0:\n    if RANK == 1: {HOLDS_THE_LOCK}\n    if RANK == 0: raise ValueError('boom')"
+    work = f"""
+if GENERATION == 0:
+    if RANK == 1:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        tell('still')
+        {HOLDS_THE_LOCK}
+    while not told('still'): time.sleep(0.01)
+    if RANK == 0: raise ValueError('boom')
+"""
     run = launch(*OPTIONS, "--abort-timeout=2", script=script(work), env={"PATH": f"{folder}:{os.environ['PATH']}"})
     stuck = pids(run, 0)[1]
     pids(run, 1)
