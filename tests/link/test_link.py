@@ -87,7 +87,7 @@ def test_too_long_a_message_is_refused_and_the_link_stays(agent, own):
     link = own(agent.door.address)
     with pytest.raises(ValueError, match="too long"):
         link.send(wire.Fault(0, "", "", "x" * wire.PACKET_BYTES))
-    link.send(wire.Fault(0, "", "", "x" * (wire.PACKET_BYTES - 64)))
+    link.send(wire.Fault(0, "", "", "x" * (wire.PACKET_BYTES - 128)))
     agent.wait(lambda: len(agent.heard) == 1)
 
 
