@@ -239,8 +239,9 @@ def test_nothing_grows(agent_of: Callable[..., FakeAgent]) -> None:
         counted = [list(map(int, row)) for row in rows if len(row) == 6]  # a rank may be told of the other's fault in mid-line
         assert counted[-1][0] == 200 and len(counted) > 100  # or before it counts
         early, late = counted[30:50], counted[-20:]
-        # What grows has grown in most of the late ones; a single one may still see the end of the groups before it.
-        for column, slack in ((1, 0), (2, 0), (3, 1), (4, 100)):
+        # What grows has grown in most of the late ones; a single one may still see the end of the groups before it. Objects: what a
+        # rare way (a loader's worker that has to be killed) makes once is some 200; three a restart would be 450.
+        for column, slack in ((1, 0), (2, 0), (3, 1), (4, 400)):
             usual = statistics.median(one[column] for one in late)
             assert usual <= max(one[column] for one in early) + slack, (column, early, late)
 
