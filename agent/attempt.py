@@ -86,7 +86,9 @@ class AttemptRunner:
         back = recall.Recall(config.abort_timeout_s, config.inprocess_timeout_s) if config.inprocess_restart else None
         self._group = group.WorkerGroup(config.shutdown_signal, config.shutdown_timeout_s, config.exit_skew_timeout_s, back)
         self.links = WorkerLinks(reactor, config, lambda: self._group.alive, self._said, self._unlinked)
-        self._hangs = HangWatch(config.hang_timeout_s, UNCOUNTED_S if config.inprocess_restart else 0.0)
+        # A number of restarts that somebody has asked for is theirs to spend, where nobody can know of progress.
+        by_time = config.inprocess_restart and not config.max_restarts_given
+        self._hangs = HangWatch(config.hang_timeout_s, UNCOUNTED_S if by_time else 0.0)
         self._hang_tick: Timer | None = None
         self._remains = Remains(sweeper, output.error_file, self._swept_alone)
         self._effects: deque[group_words.Effect] = deque()
