@@ -6,7 +6,8 @@ frames that follow are looked up by routing id. A frame of an unknown connection
 
 With a secret: CURVE server, and a ZAP check of the client key as second wall. Handshakes that fail are only known to the
 socket's monitor; one I/O thread emits "failed" and "disconnected" of a connection one after the other, which is how the
-failure finds its address.
+failure finds its address. A peer without the right mechanism may notice first and hang up without a word; then only its coming
+again at once tells it from a port check.
 
 Invariants: nothing that arrives here raises; memory is bounded by `MOST_NODES` x `LINKS_A_NODE`, the high-water marks and the
 largest message.
@@ -31,6 +32,9 @@ LINKS_A_NODE = 16
 MOST_NODES = 8192
 NAMELESS_S = 10.0
 """So long a peer that was gone before it was looked at may come back and be named."""
+MOST_WORDLESS = 64
+WORDLESS_TIMES, WORDLESS_S = 3, 2.0
+"""A peer that leaves the handshake so often in that time is an agent with another mechanism; no port check comes so often."""
 _ZAP_DOMAIN = b"hyperpodrun"
 
 
@@ -72,9 +76,10 @@ class Inbox:
         self._message_header = frames.header(version, label, frames.MESSAGE)
         self._links: dict[bytes, Link] = {}
         self._by_node: dict[str, list[bytes]] = {}
-        self._accepted: dict[int, str] = {}
+        self._accepted: dict[int, tuple[str, float]] = {}
         self._fresh: set[int] = set()
         self._nameless: dict[str, Timer] = {}
+        self._wordless: dict[str, list[float]] = {}
         self._failed: tuple[int, int] | None = None
         self.port = 0
         self.socket = new_socket(context, zmq.ROUTER, settings)
@@ -230,10 +235,11 @@ class Inbox:
             self._failed = (event, value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._fresh.discard(value)
-            host = self._accepted.pop(value, "?")
+            now_s = self._reactor.now_s()
+            host, came_s = self._accepted.pop(value, ("?", now_s))
             if self._failed:
                 (failure, detail), self._failed = self._failed, None
-                self._handshake_failed(host, failure, detail)
+                self._handshake_failed(host, failure, detail, now_s - came_s)
         elif event == zmq.EVENT_ACCEPT_FAILED:
             self._complaints.about(
                 "accept",
@@ -243,16 +249,18 @@ class Inbox:
     def _look_at_accepted(self) -> None:
         """Only now: a descriptor that was closed since may already belong to somebody else."""
         for fd in self._fresh:
-            self._accepted[fd] = peer_of(fd)
+            self._accepted[fd] = (peer_of(fd), self._reactor.now_s())
         self._fresh.clear()
 
-    def _handshake_failed(self, host: str, failure: int, detail: int) -> None:
+    def _handshake_failed(self, host: str, failure: int, detail: int, after_s: float) -> None:
         self._counters["handshakes_failed"] += 1
-        if failure == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            return  # it left before it said anything: a port check or a probe, not worth a line
+        wordless = failure == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        if wordless and not (after_s < WORDLESS_S and self._comes_again(host)):
+            return  # it left before it said anything: a port check or a probe, or two machines under load; not worth a line
         self._counters["refused"] += 1
-        if detail == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        if wordless or detail == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             meaning = "it has no job secret and this one has" if self._encrypted else "it has a job secret and this one has none"
+            meaning += ", or it is no agent" if wordless else ""
         elif failure == zmq.EVENT_HANDSHAKE_FAILED_AUTH or detail == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             meaning = "it has another job secret or belongs to a job with another id"
         else:
@@ -263,6 +271,17 @@ class Inbox:
             self._tell_refused(host, meaning)
         elif meaning not in self._nameless:  # it was gone before we looked; it will try again, and we shall be quicker
             self._nameless[meaning] = self._reactor.call_later(NAMELESS_S, partial(self._tell_nameless, meaning))
+
+    def _comes_again(self, host: str) -> bool:
+        """Whether it was here so often lately that it wants to get in."""
+        now_s = self._reactor.now_s()
+        lately = {
+            place: kept for place, times in self._wordless.items() if (kept := [at for at in times if now_s - at < WORDLESS_S])
+        }
+        self._wordless = dict(list(lately.items())[-MOST_WORDLESS:])
+        times = self._wordless.setdefault(host, [])
+        times.append(now_s)
+        return len(times) >= WORDLESS_TIMES
 
     def _tell_nameless(self, meaning: str) -> None:
         del self._nameless[meaning]

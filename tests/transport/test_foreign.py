@@ -89,6 +89,37 @@ def test_the_right_server_key_with_another_client_key_does_not_get_in(net):
     assert a.count("refused") >= 1 and a.count("malformed") == 0
 
 
+def hang_up(net, a, greeting):
+    """Connect to a, send that, leave when a has seen who it is."""
+    with socket.create_connection(("127.0.0.1", a.net.port)) as peer:
+        peer.sendall(greeting)
+        net.until(lambda: a.net._inbox._accepted)
+
+
+@pytest.mark.parametrize("mine", [ONE, None], ids=["secret", "none"])
+def test_a_peer_that_sees_the_other_mechanism_first_and_leaves_without_a_word_is_told(net, mine):
+    """Whose greeting arrives first is a race: that peer may hang up before its own mechanism was seen here."""
+    a = net.agent("a", secret=mine)
+    signature = b"\xff" + bytes(8) + b"\x7f"
+    for count in (1, 2, 3):
+        assert not a.said, "a port check is no news"
+        hang_up(net, a, signature)
+        net.until(lambda count=count: a.count("handshakes_failed") == count)
+    net.until(lambda: a.said)
+    assert len(a.said) == 1 and "job secret" in a.said[0] and "or it is no agent" in a.said[0], a.said
+    assert "127.0.0.1" in a.said[0]
+
+
+def test_port_checks_are_not_told_however_many(net, monkeypatch):
+    a = net.agent("a", secret=ONE)
+    monkeypatch.setattr("hyperpodrun.agent.transport.inbox.WORDLESS_S", 0.0)  # each comes long after the one before
+    for count in range(1, 9):
+        hang_up(net, a, b"")
+        net.until(lambda count=count: a.count("handshakes_failed") == count)
+    net.serve(3)
+    assert not a.said
+
+
 def test_the_mesh_may_refuse_a_peer_by_its_greeting(net):
     a = net.agent("a", admit=lambda who, greeting: None if greeting == b"roster 1" else "it has another roster")
     b, c = net.agent("b", greeting=b"roster 2"), net.agent("c", greeting=b"roster 1")
