@@ -111,15 +111,21 @@ class ModelPart:
             raise RecoveryError(f"{self.name}: other parameters than before the restart: {len(lost)} are gone ({lost[0]})")
         return [_cut(f"{self.name}.{leaf.path}", leaf, rank, here[leaf.path]) for leaf in leaves]
 
-    def adopt(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
-        """`install` with the tensors of a module that is given up: their memory becomes this one's where that can be."""
+    def adopt(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> list[torch.Tensor]:
+        """`install` with the tensors of a module that is given up: their memory becomes this one's where that can be.
+
+        Gives what this one's memory was, to be freed when there is time.
+        """
         there = codec.decode(skeleton, tensors)
         adopted: set[int] = set()
+        left: list[torch.Tensor] = []
         for name, parameter in self._model.named_parameters():
             tensor = there.get(name)
-            if tensor is not None and tensor.data_ptr() not in adopted and _adopt(parameter, tensor):
+            if tensor is not None and tensor.data_ptr() not in adopted and (former := _adopt(parameter, tensor)) is not None:
                 adopted.add(tensor.data_ptr())
+                left.append(former)
         self.install(tensors, skeleton)
+        return left
 
     def _here(self) -> dict[str, torch.Tensor]:
         return {name: local(tensor) for name, tensor in self._tensors().items()}
@@ -237,14 +243,14 @@ class PlainPart:
         return list(leaves)
 
 
-def hand_over(old: Part, new: Part) -> None:
-    """Give an object what one of this process holds that is given up. Raises as `install` does."""
+def hand_over(old: Part, new: Part) -> list[torch.Tensor]:
+    """Give an object what one of this process holds that is given up; what is not used any more. Raises as `install` does."""
     found, skeleton = old.leaves()
     tensors = [tensor for _, tensor in found]
     if isinstance(new, ModelPart):
-        new.adopt(tensors, skeleton)
-    else:
-        new.install(tensors, skeleton)
+        return new.adopt(tensors, skeleton)
+    new.install(tensors, skeleton)
+    return []
 
 
 def expected_bytes(parts: Sequence[Part]) -> int:
@@ -287,17 +293,18 @@ def _put(path: str, here: torch.Tensor, there: torch.Tensor) -> None:
         here.copy_(there)
 
 
-def _adopt(parameter: torch.Tensor, there: torch.Tensor) -> bool:
-    """Let a parameter have the memory of an earlier one, if nobody can see the difference.
+def _adopt(parameter: torch.Tensor, there: torch.Tensor) -> torch.Tensor | None:
+    """Let a parameter have the memory of an earlier one, if nobody can see the difference. What it had, if so.
 
     On the CPU only: elsewhere a captured graph may know the address. Views of either memory, which would not follow, must not be.
     """
     alike = (parameter.shape, parameter.dtype, parameter.stride()) == (there.shape, there.dtype, there.stride())
     plain = type(parameter) is torch.nn.Parameter and parameter.device.type == there.device.type == "cpu"
     if not (alike and plain and there.numel() and _fills(parameter) and _fills(there) and _alone(parameter)):
-        return False
+        return None
+    former = parameter.data
     parameter.data = there
-    return True
+    return former
 
 
 def _fills(tensor: torch.Tensor) -> bool:

@@ -158,8 +158,10 @@ def test_what_is_given_up_gives_its_memory() -> None:
     old, new = nn.Linear(3, 2), nn.Linear(3, 2)
     where = [parameter.data_ptr() for parameter in old.parameters()]
     before = [parameter.detach().clone() for parameter in old.parameters()]
-    hand_over(part_of("model", old), part_of("model", new))
+    had = [parameter.data_ptr() for parameter in new.parameters()]
+    left = hand_over(part_of("model", old), part_of("model", new))
     assert [parameter.data_ptr() for parameter in new.parameters()] == where
+    assert [tensor.data_ptr() for tensor in left] == had
     assert all(torch.equal(one, other) for one, other in zip(new.parameters(), before, strict=True))
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in new.parameters())
 
