@@ -151,7 +151,7 @@ if GENERATION == 0:
         caller.ping()
         time.sleep(0.01)
 """
-    run = launch(*OPTIONS, "--hang-timeout=1", "--abort-timeout=2", script=script(work))
+    run = launch(*OPTIONS, "--hang-timeout=4", "--abort-timeout=2", script=script(work))
     before, after = pids(run, 0), pids(run, 1)
     assert {rank for rank in after if after[rank] == before[rank]} == kept
     (run.folder / "finish").touch()
@@ -163,7 +163,7 @@ if GENERATION == 0:
 def test_rank_that_hangs_and_lives_prints_its_stacks_by_itself(launch: Callable) -> None:
     """Looked at from a signal handler, a process can die of it."""
     work = "signal.signal(signal.SIGRTMAX - 2, lambda *_: os._exit(9))\n" + once("time.sleep(1e6)")
-    run = launch(*OPTIONS, "--hang-timeout=1", script=script(work))
+    run = launch(*OPTIONS, "--hang-timeout=4", script=script(work))
     assert pids(run, 0) == pids(run, 1), run.story()
     (run.folder / "finish").touch()
     assert run.code() == 0, run.story()
