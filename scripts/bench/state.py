@@ -13,8 +13,9 @@ the copy into the model. What does not fit into memory is left out.
 Memory: what `restore()` took at its peak beyond what the process had before, on the rank that was lost and on one that was not.
 
 Steps: the update mark alone (random numbers from a counter, nothing private), the exchange of private state (random states, a
-sampler), and a training step with copies=2 of states without replicas against one with copies=1: wall time, and processor time of
-the whole process, which another load on the machine does not change. Medians; the best of each as well, which other load changes less.
+sampler), and a training step with copies=2 of states without replicas against one with copies=1, over several versions: wall time, and
+processor time of the whole process, which another load on the machine does not change. Medians; the best of each as well, which other
+load changes less.
 """
 
 import argparse
@@ -248,6 +249,7 @@ def marks(count):
         {"mark us": {"rng": "counter"}, "exchange us": {"rng": True, "sampler": Sampler()}}.items()
     ):
         group(100 + number)
+        torch.manual_seed(0)  # replicas are equal
         model = torch.nn.Linear(64, 64)
         state = RecoverableState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), copies=1, **options)
         state.restore()
@@ -372,7 +374,7 @@ def main():
         show(f"restore {size:g} GiB, {ranks} ranks", found | ratios)
     if not options.restore_only:
         show("update, 2 ranks", job(2, "marks", 120 if options.quick else 600))
-        show("step, 2 ranks", job(2, "steps", *((2, 20, 128) if options.quick else (4, 60, 1024))))
+        show("step, 2 ranks", job(2, "steps", *((2, 20, 128) if options.quick else (4, 300, 1024))))
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
 
