@@ -94,6 +94,26 @@ def test_unlisted_signal_ends_the_job_without_the_grace_but_without_leftovers(la
     run.nothing_left()
 
 
+def test_listed_user_signal_stops_the_job_and_is_what_asks_the_ranks(launch: Callable) -> None:
+    run = launch(
+        "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1",
+        script="""
+        def save(number, frame):
+            tell("saved")
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, save)
+        tell("up")
+        signal.pause()
+        """,
+    )  # fmt: skip
+    run.until_told("up", 2)
+    os.kill(run.pid, signal.SIGUSR1)
+    assert run.code() == 128 + signal.SIGUSR1, run.story()
+    assert len(run.notes("saved")) == 2, run.story()
+    assert "stopped by SIGUSR1" in run.err
+    run.nothing_left()
+
+
 def test_exception_before_the_first_line_counts_as_any_failure(launch: Callable, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n")
