@@ -4,6 +4,7 @@ import io
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 
 import hyperpodrun.agent
 from hyperpodrun.agent.config import JobConfig
+from hyperpodrun.agent.run_dir import RunDir
 from hyperpodrun.cli import launch
 
 
@@ -19,6 +21,7 @@ class Keeper:
     """As much of the keeper's link as the command line looks at."""
 
     family = "0123456789abcdef"
+    run_dir: RunDir
 
 
 KEEPER = Keeper()
@@ -49,7 +52,8 @@ class Launcher:
 
     def run(self, words: tuple[str, ...], variables: Mapping[str, str]) -> Outcome:
         self.jobs.clear()
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+            KEEPER.run_dir = RunDir(folder, -1)
             out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace") for _ in range(2))
             patch.setattr(sys, "stdout", out)
             patch.setattr(sys, "stderr", err)
