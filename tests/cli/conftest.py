@@ -4,7 +4,6 @@ import io
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
@@ -39,7 +38,8 @@ class Outcome(msgspec.Struct, frozen=True):
 class Launcher:
     """Calls `main` with only the variables that are given, in a folder that holds `train.py` and an executable `program`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self.folders = folders
         self.jobs: list[JobConfig] = []
 
     def agent_run(self, config: JobConfig, keeper: object) -> int:
@@ -52,8 +52,8 @@ class Launcher:
 
     def run(self, words: tuple[str, ...], variables: Mapping[str, str]) -> Outcome:
         self.jobs.clear()
-        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-            KEEPER.run_dir = RunDir(folder, -1)
+        KEEPER.run_dir = RunDir(str(self.folders.mktemp("run")), -1)
+        with pytest.MonkeyPatch.context() as patch:
             out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace") for _ in range(2))
             patch.setattr(sys, "stdout", out)
             patch.setattr(sys, "stderr", err)
@@ -91,7 +91,7 @@ def look_up(host: str, port: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    launcher = Launcher()
+    launcher = Launcher(tmp_path_factory)
     folder = tmp_path_factory.mktemp("cli")
     (folder / "train.py").write_text("print('never run')\n")
     program = folder / "program"
