@@ -74,10 +74,10 @@ class NodeState:
 
     def settle(self) -> None:
         """Before anything changes: the version under way is finished."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None:
             began_s = time.monotonic()
-            thread.join()
+            self._thread.join()
+            self._thread = None  # only now: an order to leave may break into the wait, and whoever comes next has to wait, too
             self._waited_s = time.monotonic() - began_s
 
     @property

@@ -83,9 +83,9 @@ class Tiered:
 
     def close(self) -> None:
         """Until what was begun is stored."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None  # only now: an order to leave may break into the wait, and whoever comes next has to wait, too
 
     def _store(self, step: int, shards: Mapping[str, Shard]) -> None:
         folder, written = folder_of(self._path, step), []

@@ -2,15 +2,17 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gloo_job import run as run_gloo
 
 from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import RecoverableState, shard, tiered
+from hyperpodrun.recovery import RecoverableState, shard, shm, tiered
 from hyperpodrun.recovery.held import blob
 
 NAMES = ["model", "rank 0 of 2", "rank 1 of 2"]
@@ -78,6 +80,36 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
     store(tmp_path / "file", [4], say=said)
     assert len(said) == 1 and "step 4 is not stored" in said[0]
+
+
+def test_an_order_to_leave_that_breaks_into_the_wait_leaves_no_writer_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[threading.Thread] = []
+    may_copy = threading.Event()
+    join, write = threading.Thread.join, shm.write_file
+
+    def broken_into(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.append(thread)
+        if len(waits) == 1:
+            raise InterruptedError
+        may_copy.set()
+        join(thread, timeout)
+
+    def late(*given: Any) -> Any:
+        assert may_copy.wait(30)
+        return write(*given)
+
+    monkeypatch.setattr(shm, "write_file", late)
+    stored = tiered.Tiered(str(tmp_path), 5, pytest.fail)
+    stored.begin(-1, (-1,), NAMES, NAMES, False)
+    stored.store(4, shards(*NAMES))
+    monkeypatch.setattr(threading.Thread, "join", broken_into)
+    with pytest.raises(InterruptedError):
+        stored.close()
+    stored.close()
+    assert len(waits) == 2 and len(tiered.found(str(tmp_path))) == len(NAMES)
+    may_copy.set()
 
 
 def test_half_a_file_and_a_flipped_bit_are_no_version(tmp_path: Path) -> None:
