@@ -15,10 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 
 from hyperpodrun import ending
 from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import shm
+from hyperpodrun.recovery import parting, shm
 from hyperpodrun.recovery.plan import History, counts, last
 from hyperpodrun.recovery.shard import Shard
 
@@ -133,13 +134,16 @@ class NodeState:
             self._done.notify_all()
 
     def _write_one(self, name: str, step: int, made: Shard, keep: int | None) -> bool:
+        slots = self._slots[name]
         try:
-            self._slots[name].write(step, made, self._history, keep)
+            # a process beside this one, a step behind, may have been told to part already
+            with nullcontext() if isinstance(slots, shm.HeapSlots) else parting.alone(self._folder, name):
+                slots.write(step, made, self._history, keep)
         except OSError as error:
             if name not in self._refused:
                 self._say(f"there is no version of {name!r} after step {step} in the node's memory: {error.strerror or error}")
             self._refused.add(name)
-            if name not in self._sent or isinstance(self._slots[name], shm.HeapSlots):
+            if name not in self._sent or isinstance(slots, shm.HeapSlots):
                 return False
             self._slots[name] = self._on_heap(name)
             return self._write_one(name, step, made, keep)
