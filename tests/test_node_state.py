@@ -8,6 +8,9 @@ import pytest
 
 from hyperpodrun.agent import node_state
 from hyperpodrun.agent.wire import node_state as where
+from hyperpodrun.recovery import shm
+from hyperpodrun.recovery.held import blob
+from hyperpodrun.recovery.nodestate import NodeState
 
 
 @pytest.fixture
@@ -73,3 +76,35 @@ def test_a_state_with_a_name_lies_within_and_holds_all(folder: Path) -> None:
     os.close(fd)
     node_state.end("job", "node", True, True, pytest.fail)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["default", "g"])
+def test_what_another_user_made_there_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """/dev/shm is everybody's: a link to a folder of ours, or a folder in which another user may read and change all."""
+    private, link = tmp_path / "private", tmp_path / "link"
+    private.mkdir()
+    link.symlink_to(private)
+    for folder in (link, private):
+        if folder == private:
+            monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        with pytest.raises(PermissionError, match="another user"):
+            where.hold(where.of_state(str(folder), name))
+    assert not any(found.is_file() for found in private.rglob("*"))
+
+
+def test_nothing_is_read_from_a_link(tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    shm.Slots(str(job), "model").write(3, blob("model", b"x"))
+    (tmp_path / "link").symlink_to(job)
+    assert len(shm.scan(str(job))) == 1 and shm.scan(str(tmp_path / "link")) == []
+
+
+def test_a_folder_in_which_versions_are_written_is_not_old(folder: Path) -> None:
+    """Between the last process of a generation and the first of the next nobody holds it."""
+    node = NodeState(str(folder), {}, pytest.fail)
+    node.begin(-1, (), ["model"], [], True)
+    node.write(3, {"model": blob("model", b"x")}, 1.0)
+    node.write(4, {"model": blob("model", b"x")}, 1.0)
+    os.utime(folder, (0, 0))
+    node.write(5, {"model": blob("model", b"x")}, 1.0)  # over the files that are there: the folder itself does not change
+    assert folder.stat().st_mtime > time.time() - node_state.KEPT_S

@@ -1,12 +1,15 @@
 """Where the versions of a job's training state lie on a node, for the workers that write them and the agents that remove them.
 
 Workers hold a shared flock(2) on the folder's `lock` as long as they live: a folder whose lock is free belongs to nobody who runs.
+Everybody may make a folder of that name in /dev/shm, or a link: what is no folder of this user's own is not used.
 Source: flock(2), tmpfs(5). Standard library only.
 """
 
+import errno
 import fcntl
 import os
 import re
+import stat
 from hashlib import blake2b
 from urllib.parse import quote
 
@@ -39,11 +42,27 @@ def lock_of(folder: str) -> str:
     return os.path.join(top if name.startswith(_OF_STATE) else folder, _LOCK)
 
 
+def top_of(folder: str) -> str:
+    """The job's folder that it is, or is in."""
+    return os.path.dirname(lock_of(folder))
+
+
+def is_own(folder: str) -> bool:
+    """Is it there, made by this user, and no link?"""
+    try:
+        found = [os.lstat(path) for path in (top_of(folder), folder)]
+    except OSError:
+        return False
+    return all(stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() for status in found)
+
+
 def hold(folder: str) -> int:
     """Make the folder if need be; a descriptor that marks it as used. Raises OSError."""
     lock = lock_of(folder)
-    for made in (os.path.dirname(lock), folder):
+    for made in (top_of(folder), folder):
         os.makedirs(made, mode=0o700, exist_ok=True)
+    if not is_own(folder):
+        raise PermissionError(errno.EPERM, f"{folder} was made by another user, or is a link")
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from hyperpodrun import ending
 from hyperpodrun.agent.wire import node_state
@@ -58,7 +58,7 @@ class NodeState:
         self._history = history
         self._sent = set(sent)
         try:
-            _hold(self._folder)
+            hold(self._folder)
             for name in {*names, *(version.name for version in shm.scan(self._folder))}:
                 for files in (shm.VERSIONS, shm.PARTING):
                     shm.Slots(self._folder, name, files).forget_after(step)
@@ -126,6 +126,8 @@ class NodeState:
 
     def _write(self, step: int, shards: dict[str, Shard], keep: int | None) -> None:
         began_s = time.monotonic()
+        with suppress(OSError):
+            os.utime(node_state.top_of(self._folder))  # so young is what is in it (mapped memory's own times stand still)
         wrote = [self._write_one(name, step, made, keep) for name, made in shards.items() if name in self._slots]
         self.took_s = time.monotonic() - began_s
         with self._done:
@@ -157,7 +159,7 @@ class NodeState:
 _held: dict[str, int] = {}
 
 
-def _hold(folder: str) -> None:
-    """Mark the folder as used by this process, until it ends."""
+def hold(folder: str) -> None:
+    """Mark the folder as used by this process, until it ends. Raises OSError: it cannot be used."""
     if folder not in _held or not os.path.exists(node_state.lock_of(folder)):
         _held[folder] = node_state.hold(folder)

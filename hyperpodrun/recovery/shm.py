@@ -25,6 +25,7 @@ import msgspec
 import torch
 import xxhash
 
+from hyperpodrun.agent.wire import node_state
 from hyperpodrun.recovery.codec import CodecError
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Layout, Shard, view
@@ -237,9 +238,9 @@ def write_file(path: str, name: str, step: int, shard: Shard, history: History) 
 
 
 def scan(folder: str) -> list[Version]:
-    """All versions of all shards in a folder, their rows not checked."""
+    """All versions of all shards in a folder of this user's, their rows not checked."""
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(os.listdir(folder)) if node_state.is_own(folder) else []
     except OSError:
         return []
     found = [read(os.path.join(folder, name)) for name in names if name.endswith(VERSIONS + PARTING)]

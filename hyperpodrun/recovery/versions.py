@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import parting, placement, plan, shm
+from hyperpodrun.recovery import nodestate, parting, placement, plan, shm
 from hyperpodrun.recovery.copies import Copies
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.nodestate import NodeState
@@ -66,8 +66,9 @@ class Versions:
         """The newest one of this life that is known to be there on all nodes, and on those that keep copies."""
 
     def room(self, host: str, expected: int) -> Room:
-        """What the others have to know."""
+        """What the others have to know. Where nothing can be written there is no room."""
         try:
+            nodestate.hold(self.folder)
             status = os.statvfs(node_state.BASE)
             free = status.f_bavail * status.f_frsize + sum(version.shard.nbytes for version in shm.scan(self.folder))
         except OSError:
