@@ -252,7 +252,8 @@ class RecoverableState:
         where, mine, versions = self._where, self._memory, self._versions
         assert where is not None and mine is not None
         if where.world_size > 1 and (versions is not None or not self._private.empty):
-            self._exchange = Exchange(where.rank, where.world_size, self._copies, _cpu_group())
+            nodes = [attempt.offers[rank].node for rank in range(where.world_size)]
+            self._exchange = Exchange(where.rank, where.world_size, self._copies, nodes, _cpu_group())
         self._replicas = {rank for rank, offer in attempt.offers.items() if offer.needs[:1] == (mine.key,)}
         self._writes_shard = attempt.first_on_node()
         if versions is not None:
