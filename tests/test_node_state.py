@@ -1,5 +1,6 @@
 """The training state in a node's shared memory ends with the job, unless somebody can go on from it."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from hyperpodrun.agent import node_state
+from hyperpodrun.agent.wire import names
 from hyperpodrun.agent.wire import node_state as where
-from hyperpodrun.recovery import shm
+from hyperpodrun.recovery import shm, versions
 from hyperpodrun.recovery.held import blob
 from hyperpodrun.recovery.nodestate import NodeState
+from hyperpodrun.recovery.where import Where
 
 
 @pytest.fixture
@@ -108,3 +111,46 @@ def test_a_folder_in_which_versions_are_written_is_not_old(folder: Path) -> None
     os.utime(folder, (0, 0))
     node.write(5, {"model": blob("model", b"x")}, 1.0)  # over the files that are there: the folder itself does not change
     assert folder.stat().st_mtime > time.time() - node_state.KEPT_S
+
+
+def test_of_two_jobs_by_one_id_the_second_has_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands in one allocation of a scheduler: neither goes on from the other's state, or writes over it."""
+    monkeypatch.setattr(where, "LINGER_S", 0.05)
+    folder = str(tmp_path / "job")
+    held = [where.hold(folder, "first"), where.hold(folder, "first")]
+    for fd in held:
+        with pytest.raises(BlockingIOError, match="another job with the same id"):
+            where.hold(folder, "second")
+        os.close(fd)
+    held = [where.hold(folder, "second"), where.hold(folder, "second")]
+    with pytest.raises(BlockingIOError):
+        where.hold(folder, "first")
+    for fd in held:
+        os.close(fd)
+
+
+def test_a_full_memory_keeps_nobody_from_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for fd in [where.hold(str(tmp_path / "job"), "job"), where.hold(str(tmp_path / "job"), "job")]:
+        os.close(fd)
+
+
+def test_what_another_job_has_there_is_neither_read_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(where, "LINGER_S", 0.0)
+    shm.Slots(str(tmp_path), "model").write(3, blob("model", b"x"))
+    fd = where.hold(str(tmp_path), "first")
+    said: list[str] = []
+    node = NodeState(str(tmp_path), {}, said.append)
+    monkeypatch.setenv(names.FAMILY, "second")
+    assert not node.begin(-1, (), ["model"], [], True) and "another job" in said[0]
+    node.only([])
+    node.make_room([], 9)
+    assert [version.step for version in shm.scan(str(tmp_path))] == [3]
+    here = Where(0, 1, 0, "node", "job", "0", True)
+    monkeypatch.setattr(where, "folder_of", lambda job, node: str(tmp_path))
+    assert versions.found_by(here, None) == []
+    os.close(fd)
+    assert len(versions.found_by(here, None)) == 1

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 
 from hyperpodrun import ending
-from hyperpodrun.agent.wire import node_state
+from hyperpodrun.agent.wire import names, node_state
 from hyperpodrun.recovery import parting, shm
 from hyperpodrun.recovery.plan import History, counts, last
 from hyperpodrun.recovery.shard import Shard
@@ -46,20 +46,23 @@ class NodeState:
         self._waited_s = 0.0
         self._inline = True
         self.off = False
+        self.usable = False
         self.held = True
         """Has all been written of the last version that is to be written here?"""
 
-    def begin(self, step: int, history: History, names: Collection[str], sent: Collection[str], room: bool) -> bool:
-        """The state after `step` is in place (-1: a new one), `history` ends with the restart that did it. This rank writes `names`;
+    def begin(self, step: int, history: History, written: Collection[str], sent: Collection[str], room: bool) -> bool:
+        """The state after `step` is in place (-1: a new one), `history` ends with the restart that did it. This rank writes `written`;
         others fetch those `sent`. `room`: is there enough of it? Returns whether there is in fact.
 
         What is newer than `step` will be lived again and goes, and so does what is of another timeline.
         """
         self._history = history
         self._sent = set(sent)
+        self.usable = False
         try:
             hold(self._folder)
-            for name in {*names, *(version.name for version in shm.scan(self._folder))}:
+            self.usable = True
+            for name in {*written, *(version.name for version in shm.scan(self._folder))}:
                 for files in (shm.VERSIONS, shm.PARTING):
                     shm.Slots(self._folder, name, files).forget_after(step)
             for found in shm.scan(self._folder):
@@ -68,7 +71,7 @@ class NodeState:
         except OSError as error:
             self._say(f"the node's shared memory cannot be used: {error.strerror or error}")
             room = False
-        self._slots = {name: shm.Slots(self._folder, name) for name in names} if room else {}
+        self._slots = {name: shm.Slots(self._folder, name) for name in written} if room else {}
         self._slots |= {name: self._on_heap(name) for name in sent if not room}
         self.off = not self._slots
         return room
@@ -103,7 +106,7 @@ class NodeState:
 
     def only(self, names: Collection[str]) -> None:
         """Versions of other shards are not needed any more (they are another world's)."""
-        for found in shm.scan(self._folder):
+        for found in self._found():
             if found.name not in names:
                 found.discard()
         for name in [name for name in self._heap if name not in names]:
@@ -111,10 +114,13 @@ class NodeState:
 
     def make_room(self, names: Collection[str], keep: int) -> None:
         """Of what the versions to come do not take the place of, `names` being theirs, only that of the step `keep` stays."""
-        for found in shm.scan(self._folder):
+        for found in self._found():
             in_place = found.name in names and found.path.endswith(shm.VERSIONS)
             if not in_place and found.step != keep:
                 found.discard()
+
+    def _found(self) -> list[shm.Version]:
+        return shm.scan(self._folder) if self.usable else []
 
     def version(self, name: str, step: int, since: int, timeout_s: float) -> Shard | None:
         """That version of this timeline, once it is written."""
@@ -162,4 +168,4 @@ _held: dict[str, int] = {}
 def hold(folder: str) -> None:
     """Mark the folder as used by this process, until it ends. Raises OSError: it cannot be used."""
     if folder not in _held or not os.path.exists(node_state.lock_of(folder)):
-        _held[folder] = node_state.hold(folder)
+        _held[folder] = node_state.hold(folder, os.environ.get(names.FAMILY, ""))

@@ -112,7 +112,7 @@ class Versions:
         free, own, kept = _free(node, offers, rooms), _needed(node, offers, rooms), _kept(node, offers, rooms, places)
         remedy = f"Make it larger (mount -o remount,size=... {base}; in a container --shm-size) or give copies=1"
         first = rank == min(other for other, offer in offers.items() if offer.node == node)
-        if not self._roomy and first:
+        if not self._roomy and first and self._node.usable:
             self._say(
                 f"{base} has {_mib(free)} free, versions of this node's state need about {_mib(own)}: none are written there. {remedy}"
             )
@@ -200,7 +200,11 @@ _told: set[str] = set()
 def found_by(where: Where, earlier: Memory | None) -> list[shm.Version]:
     """All versions on this node and in this process."""
     heap = {} if earlier is None else earlier.heap
-    on_node = shm.scan(where.folder)
+    try:
+        nodestate.hold(where.folder)
+        on_node = shm.scan(where.folder)
+    except OSError:  # not this job's; `begin` says it
+        on_node = []
     return [*on_node, *(version for slots in heap.values() for version in slots.found())]
 
 
