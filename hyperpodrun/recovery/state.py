@@ -216,10 +216,9 @@ class RecoverableState:
             stored = stored_in(self._path, where.local_rank, where.local_world_size, needs)
             held.found(stored, (), "tiered")
             found += stored
-        histories = [version.history for version in found] + ([earlier.history] if earlier is not None else [])
-        history = max(histories, key=lambda history: (len(history), history), default=())
+        known = [version.history for version in found] + ([earlier.history] if earlier is not None else [])
         world = 0 if self._private.empty else where.world_size
-        return Restoring(where, meeting, needs, world, self._shared, earlier, held, history, self._say)
+        return Restoring(where, meeting, needs, world, self._shared, earlier, held, plan.longest(known), self._say)
 
     def _look(self) -> Where:
         return msgspec.structs.replace(look(), state=self._name)

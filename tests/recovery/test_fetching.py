@@ -123,9 +123,9 @@ def test_what_is_void_is_nobodys_offer(tmp_path: Any) -> None:
     held.found(shm.scan(str(tmp_path)), ["model"])
     newest = plan.restart(4, 7)
     now = plan.Holding("model", 5, "live", 1000, lineage=2, since=newest)
-    other = Card(plan.Offer(1, "there", ("model",), (now,), history=(HERE, newest)), "", 0)
+    other = Card(plan.Offer(1, "there", ("model",), (now,), histories=((HERE, newest),)), "", 0)
     where = Where(0, 2, 0, "here", "job", "0", True)
-    attempt = Restoring(where, Alone(other), ["model"], 0, [], None, held, (THERE,), print)  # type: ignore[arg-type]  # a Meeting
+    attempt = Restoring(where, Alone(other), ["model"], 0, [], None, held, ((THERE,),), print)  # type: ignore[arg-type]  # a Meeting
     made = attempt.look()
     assert isinstance(made, plan.Plan) and made.step == 5
     assert [len(offer.holdings) for offer in attempt.offers.values()] == [0, 1]
