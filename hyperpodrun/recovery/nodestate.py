@@ -84,6 +84,13 @@ class NodeState:
             self._thread = None  # only now: an order to leave may break into the wait, and whoever comes next has to wait, too
             self._waited_s = time.monotonic() - began_s
 
+    def close(self) -> None:
+        """No more of them. Mapped memory goes at once, and not when the garbage collector comes by."""
+        self.settle()
+        for slots in self._slots.values():
+            if not isinstance(slots, shm.HeapSlots):  # those are all that there is of their versions
+                slots.close()
+
     @property
     def cost_s(self) -> float:
         """What the last version cost the training: all of its time where it was written at once.

@@ -187,7 +187,7 @@ class Versions:
 
     def close(self) -> None:
         """No more of them."""
-        self._node.settle()
+        self._node.close()
         self._copies.close()
 
     def _slots_of(self, name: str) -> shm.Slots:

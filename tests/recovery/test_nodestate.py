@@ -79,3 +79,16 @@ def test_an_order_to_leave_that_breaks_into_the_wait_leaves_no_writer_behind(
         assert [version.step for version in shm.scan(str(tmp_path))] == [7], "the second wait is for the end of it as well"
     finally:
         slow.let_go()
+
+
+def test_a_life_that_is_over_has_nothing_mapped_but_keeps_what_has_no_room(tmp_path: Path) -> None:
+    heap: dict[str, shm.HeapSlots] = {}
+    for room in (True, False):
+        node = NodeState(str(tmp_path), heap, print)
+        node.begin(-1, (), ["model"], ["model"], room)
+        for step in (1, 2):
+            node.write(step, {"model": shard.of([part_of("model", torch.nn.Linear(8, 2))])}, 1.0)
+        assert (str(tmp_path) in Path("/proc/self/maps").read_text()) == room
+        node.close()
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert [version.step for version in heap["model"].found()] == [1, 2]
