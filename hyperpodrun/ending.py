@@ -11,23 +11,34 @@ Invariant: none of them is left at the end but one that outlasts its limit: it i
 import atexit
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 LIMIT_S = 10.0
 """How long one is waited for, from the exit on."""
 
-_running: weakref.WeakKeyDictionary[threading.Thread, tuple[Callable[[], object], float]] = weakref.WeakKeyDictionary()
+_running: dict[threading.Thread, tuple[Callable[[], object], float]] = {}
+"""Those that have not ended: what stops a thread has it, as a rule, so that weak references would keep both for ever."""
 
 
 def thread(
     target: Callable[..., object], *args: Any, name: str, stop: Callable[[], object], limit_s: float = LIMIT_S
 ) -> threading.Thread:
     """Start a thread that `stop` ends soon, within `limit_s` seconds at the longest (called from another thread, at exit)."""
-    made = threading.Thread(target=target, args=args, name=f"hyperpodrun-{name}", daemon=True)
+
+    def body() -> None:
+        try:
+            target(*args)
+        finally:
+            _running.pop(made, None)
+
+    made = threading.Thread(target=body, name=f"hyperpodrun-{name}", daemon=True)
     _running[made] = stop, limit_s
-    made.start()
+    try:
+        made.start()
+    except RuntimeError:  # no more threads
+        del _running[made]
+        raise
     return made
 
 

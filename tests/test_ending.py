@@ -1,7 +1,11 @@
 """A process whose threads are in native code ends as its script did."""
 
+import gc
 import subprocess
 import sys
+import weakref
+
+from hyperpodrun import ending
 
 ENDS = """
 import threading
@@ -25,3 +29,26 @@ def test_threads_in_native_code_are_over_before_the_interpreter_is() -> None:
         script = f"{ENDS}\nraise SystemExit({code})"
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
         assert (run.returncode, run.stderr) == (code, "")
+
+
+class Worker:
+    """Has its thread, which has how to stop it."""
+
+    def __init__(self) -> None:
+        self.thread = ending.thread(self.work, name="work", stop=self.stop)
+
+    def work(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+def test_what_has_ended_is_kept_by_nobody() -> None:
+    """Each restart makes some of these, and what they work on may be mapped memory."""
+    worker = Worker()
+    worker.thread.join()
+    known = weakref.ref(worker)
+    del worker
+    gc.collect()
+    assert known() is None

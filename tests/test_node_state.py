@@ -1,5 +1,6 @@
 """The training state in a node's shared memory ends with the job, unless somebody can go on from it."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -7,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from hyperpodrun.agent import node_state
+from hyperpodrun.agent.wire import names
 from hyperpodrun.agent.wire import node_state as where
+from hyperpodrun.recovery import shm, versions
+from hyperpodrun.recovery.held import blob
+from hyperpodrun.recovery.nodestate import NodeState
+from hyperpodrun.recovery.where import Where
 
 
 @pytest.fixture
@@ -73,3 +79,78 @@ def test_a_state_with_a_name_lies_within_and_holds_all(folder: Path) -> None:
     os.close(fd)
     node_state.end("job", "node", True, True, pytest.fail)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["default", "g"])
+def test_what_another_user_made_there_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """/dev/shm is everybody's: a link to a folder of ours, or a folder in which another user may read and change all."""
+    private, link = tmp_path / "private", tmp_path / "link"
+    private.mkdir()
+    link.symlink_to(private)
+    for folder in (link, private):
+        if folder == private:
+            monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        with pytest.raises(PermissionError, match="another user"):
+            where.hold(where.of_state(str(folder), name))
+    assert not any(found.is_file() for found in private.rglob("*"))
+
+
+def test_nothing_is_read_from_a_link(tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    shm.Slots(str(job), "model").write(3, blob("model", b"x"))
+    (tmp_path / "link").symlink_to(job)
+    assert len(shm.scan(str(job))) == 1 and shm.scan(str(tmp_path / "link")) == []
+
+
+def test_a_folder_in_which_versions_are_written_is_not_old(folder: Path) -> None:
+    """Between the last process of a generation and the first of the next nobody holds it."""
+    node = NodeState(str(folder), {}, pytest.fail)
+    node.begin(-1, (), ["model"], [], True)
+    node.write(3, {"model": blob("model", b"x")}, 1.0)
+    node.write(4, {"model": blob("model", b"x")}, 1.0)
+    os.utime(folder, (0, 0))
+    node.write(5, {"model": blob("model", b"x")}, 1.0)  # over the files that are there: the folder itself does not change
+    assert folder.stat().st_mtime > time.time() - node_state.KEPT_S
+
+
+def test_of_two_jobs_by_one_id_the_second_has_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands in one allocation of a scheduler: neither goes on from the other's state, or writes over it."""
+    monkeypatch.setattr(where, "LINGER_S", 0.05)
+    folder = str(tmp_path / "job")
+    held = [where.hold(folder, "first"), where.hold(folder, "first")]
+    for fd in held:
+        with pytest.raises(BlockingIOError, match="another job with the same id"):
+            where.hold(folder, "second")
+        os.close(fd)
+    held = [where.hold(folder, "second"), where.hold(folder, "second")]
+    with pytest.raises(BlockingIOError):
+        where.hold(folder, "first")
+    for fd in held:
+        os.close(fd)
+
+
+def test_a_full_memory_keeps_nobody_from_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for fd in [where.hold(str(tmp_path / "job"), "job"), where.hold(str(tmp_path / "job"), "job")]:
+        os.close(fd)
+
+
+def test_what_another_job_has_there_is_neither_read_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(where, "LINGER_S", 0.0)
+    shm.Slots(str(tmp_path), "model").write(3, blob("model", b"x"))
+    fd = where.hold(str(tmp_path), "first")
+    said: list[str] = []
+    node = NodeState(str(tmp_path), {}, said.append)
+    monkeypatch.setenv(names.FAMILY, "second")
+    assert not node.begin(-1, (), ["model"], [], True) and "another job" in said[0]
+    node.only([])
+    node.make_room([], 9)
+    assert [version.step for version in shm.scan(str(tmp_path))] == [3]
+    here = Where(0, 1, 0, "node", "job", "0", True)
+    monkeypatch.setattr(where, "folder_of", lambda job, node: str(tmp_path))
+    assert versions.found_by(here, None) == []
+    os.close(fd)
+    assert len(versions.found_by(here, None)) == 1

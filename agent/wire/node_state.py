@@ -1,17 +1,26 @@
 """Where the versions of a job's training state lie on a node, for the workers that write them and the agents that remove them.
 
 Workers hold a shared flock(2) on the folder's `lock` as long as they live: a folder whose lock is free belongs to nobody who runs.
+Whoever takes a free one writes into it which launcher it is of, and only processes of that one may hold it, too: a second job by the
+same id (two in one allocation of a scheduler) neither reads nor writes what is the first one's.
+Everybody may make a folder of that name in /dev/shm, or a link: what is no folder of this user's own is not used.
 Source: flock(2), tmpfs(5). Standard library only.
 """
 
+import errno
 import fcntl
 import os
 import re
+import stat
+import time
+from contextlib import suppress
 from hashlib import blake2b
 from urllib.parse import quote
 
 BASE = "/dev/shm"
 PREFIX = "hyperpodrun-state"
+LINGER_S = 1.0
+"""So long processes of a job that was ended may hold its folder against those that come after them."""
 _LOCK = "lock"
 _OF_STATE = "state-"
 
@@ -39,18 +48,53 @@ def lock_of(folder: str) -> str:
     return os.path.join(top if name.startswith(_OF_STATE) else folder, _LOCK)
 
 
-def hold(folder: str) -> int:
-    """Make the folder if need be; a descriptor that marks it as used. Raises OSError."""
+def top_of(folder: str) -> str:
+    """The job's folder that it is, or is in."""
+    return os.path.dirname(lock_of(folder))
+
+
+def is_own(folder: str) -> bool:
+    """Is it there, made by this user, and no link?"""
+    try:
+        found = [os.lstat(path) for path in (top_of(folder), folder)]
+    except OSError:
+        return False
+    return all(stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() for status in found)
+
+
+def hold(folder: str, launcher: str = "") -> int:
+    """Make the folder if need be; a descriptor that marks it as used by a process of that launcher. Raises OSError."""
     lock = lock_of(folder)
-    for made in (os.path.dirname(lock), folder):
+    for made in (top_of(folder), folder):
         os.makedirs(made, mode=0o700, exist_ok=True)
+    if not is_own(folder):
+        raise PermissionError(errno.EPERM, f"{folder} was made by another user, or is a link")
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+        until_s = time.monotonic() + LINGER_S
+        while not _is_held(fd, launcher.encode()):
+            if time.monotonic() > until_s:
+                raise BlockingIOError(errno.EBUSY, f"{folder} is used by another job with the same id")
+            time.sleep(LINGER_S / 50)
+    except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _is_held(fd: int, launcher: bytes) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # not a byte is free: it is taken without a name, then
+            os.pwrite(fd, launcher, 0)
+            os.ftruncate(fd, len(launcher))
+    except BlockingIOError:
+        pass  # somebody has it, perhaps of this job
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    if os.pread(fd, 1 << 10, 0) in (launcher, b""):
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
 
 
 def is_used(folder: str) -> bool:

@@ -26,6 +26,8 @@ PIECE_BYTES = 16 << 20
 DUTY = 0.25
 """Share of the time in which a fetch is under way."""
 RETRY_S = 1.0
+PATIENCE = 20
+"""After so many failures it is said that there is no copy."""
 WAIT_S = 30.0
 VERSION = "version"
 
@@ -104,6 +106,7 @@ class Copies:
         began_s = time.thread_time()
         held = 0
         for name, address in self._wards:
+            failures = 0
             while not self._closed.is_set():
                 try:
                     self._fetch(name, step, keep, address)
@@ -114,6 +117,9 @@ class Copies:
                     if error.refused:
                         self._refuse(name, step, str(error))
                         break
+                    failures += 1
+                    if failures == PATIENCE:  # training goes on, so it is not the node that is gone
+                        self._refuse(name, step, f"{error}; it is tried again, and no newer version is made until then")
                     self._closed.wait(RETRY_S)  # it is gone, and a restart ends this; or the network is
                 except OSError as error:
                     self._refuse(name, step, error.strerror or str(error))

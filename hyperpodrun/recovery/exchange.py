@@ -12,7 +12,7 @@ Invariants: all ranks call `swap` equally often; the states are those of one ste
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,22 +24,23 @@ _ROOM_BYTES = 4096
 
 
 class Exchange:
-    """Over `group`, a process group that takes CPU tensors and has all ranks (None: the default group)."""
+    """Over `group`, a process group that takes CPU tensors and has all ranks (None: the default group). `nodes`: of each rank."""
 
-    def __init__(self, rank: int, world_size: int, copies: int, group: Any = None) -> None:
+    def __init__(self, rank: int, world_size: int, copies: int, nodes: Sequence[str] = (), group: Any = None) -> None:
         self._rank = rank
         self._world_size = world_size
         self._copies = copies
+        self._nodes = nodes
         self._group = group
-        self._buddies = buddies(rank, world_size, copies)
-        self._wards = [other for other in range(world_size) if rank in buddies(other, world_size, copies)]
+        self._buddies = buddies(rank, world_size, copies, nodes)
+        self._wards = [other for other in range(world_size) if rank in buddies(other, world_size, copies, nodes)]
         self._gathers = world_size <= GATHER_RANKS
         self._resize(0)
 
     def keepers(self, rank: int) -> Sequence[int]:
         """Who is given that rank's state, its buddies first."""
         others = (other for other in range(self._world_size) if other != rank) if self._gathers else ()
-        return [*dict.fromkeys((*buddies(rank, self._world_size, self._copies), *others))]
+        return [*dict.fromkeys((*buddies(rank, self._world_size, self._copies, self._nodes), *others))]
 
     def swap(self, state: bytes, numbers: tuple[int, int] = (0, 0)) -> tuple[dict[int, bytes], tuple[int, int]]:
         """Give this rank's state; the states of others that are now kept here, and the largest numbers.
@@ -69,7 +70,7 @@ class Exchange:
 
     def once(self, state: bytes) -> dict[int, bytes]:
         """`swap` of something that may be large: the steps' messages stay as small as they are."""
-        return Exchange(self._rank, self._world_size, self._copies, self._group).swap(state)[0]
+        return Exchange(self._rank, self._world_size, self._copies, self._nodes, self._group).swap(state)[0]
 
     def _resize(self, longest: int) -> None:
         self._room = (longest * 5 // 4 + _ROOM_BYTES) // 64 * 64
@@ -98,7 +99,25 @@ class Exchange:
         return [(_HEAD.unpack(bytes(other[: _HEAD.size].tolist()))[0], *numbers) for other in self._others]
 
 
-def buddies(rank: int, world_size: int, copies: int) -> Sequence[int]:
-    """The ranks that keep this one's private state: as far away as possible (ranks of a node are neighbours)."""
+def buddies(rank: int, world_size: int, copies: int, nodes: Sequence[str] = ()) -> Sequence[int]:
+    """The ranks that keep this one's private state: as far away as possible, on as many other nodes as there are (`nodes`: of each
+    rank; where it is not said, ranks of a node are taken for neighbours)."""
+    chosen: list[int] = []
     count = min(max(copies, 1), world_size - 1)
-    return [(rank + world_size * (place + 1) // (count + 1)) % world_size for place in range(count)]
+    for place in range(count):
+        used = {nodes[other] for other in (rank, *chosen)} if nodes else set()
+        first = rank + world_size * (place + 1) // (count + 1)
+        free = ((first + step) % world_size for step in range(world_size))
+        chosen.append(_first_elsewhere((other for other in free if other not in (rank, *chosen)), nodes, used))
+    return chosen
+
+
+def _first_elsewhere(ranks: Iterable[int], nodes: Sequence[str], used: Container[str]) -> int:
+    """The first of these ranks that is on another node than those; the first of all where none is."""
+    first = None
+    for other in ranks:
+        if not nodes or nodes[other] not in used:
+            return other
+        first = other if first is None else first
+    assert first is not None, "there are more ranks than buddies"
+    return first

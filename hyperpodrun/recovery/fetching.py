@@ -100,14 +100,15 @@ class Fetching:
 
         names = range(1, len(streams))
         threads = [threading.Thread(target=in_thread, args=(n,), name="hyperpodrun-fetch", daemon=True) for n in names]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             fetched(0)
             for thread in threads:
                 thread.join()
-        finally:
+        except BaseException:
             self._leave(threads)
+            raise
         if raised:
             raise raised[0]
         came = [fetch for fetch in done if fetch is not None]
@@ -151,14 +152,15 @@ class Fetching:
         return "own" if self._local(fetch) and fetch.kind == "live" else fetch.kind
 
     def _leave(self, threads: Sequence[threading.Thread]) -> None:
-        """An error, or a restart that interrupts: what is still at work ends."""
+        """An error, or a restart that interrupts: what is still at work ends, and what is only about to begin does not."""
         with self._lock:
-            self._leaving = any(thread.is_alive() for thread in threads)
-            peers = list(self._open) if self._leaving else []
+            self._leaving = True
+            peers = list(self._open)
         for peer in peers:
             peer.cut()
         for thread in threads:
-            thread.join(LEAVE_S)
+            if thread.is_alive():
+                thread.join(LEAVE_S)
 
     def _from_any(
         self, fetch: plan.Fetch, step: int, bad: Container[Bad], tried: list[Bad], get: Callable[[plan.Fetch, int], T]

@@ -15,10 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 
 from hyperpodrun import ending
-from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import shm
+from hyperpodrun.agent.wire import names, node_state
+from hyperpodrun.recovery import parting, shm
 from hyperpodrun.recovery.plan import History, counts, last
 from hyperpodrun.recovery.shard import Shard
 
@@ -45,20 +46,23 @@ class NodeState:
         self._waited_s = 0.0
         self._inline = True
         self.off = False
+        self.usable = False
         self.held = True
         """Has all been written of the last version that is to be written here?"""
 
-    def begin(self, step: int, history: History, names: Collection[str], sent: Collection[str], room: bool) -> bool:
-        """The state after `step` is in place (-1: a new one), `history` ends with the restart that did it. This rank writes `names`;
+    def begin(self, step: int, history: History, written: Collection[str], sent: Collection[str], room: bool) -> bool:
+        """The state after `step` is in place (-1: a new one), `history` ends with the restart that did it. This rank writes `written`;
         others fetch those `sent`. `room`: is there enough of it? Returns whether there is in fact.
 
         What is newer than `step` will be lived again and goes, and so does what is of another timeline.
         """
         self._history = history
         self._sent = set(sent)
+        self.usable = False
         try:
-            _hold(self._folder)
-            for name in {*names, *(version.name for version in shm.scan(self._folder))}:
+            hold(self._folder)
+            self.usable = True
+            for name in {*written, *(version.name for version in shm.scan(self._folder))}:
                 for files in (shm.VERSIONS, shm.PARTING):
                     shm.Slots(self._folder, name, files).forget_after(step)
             for found in shm.scan(self._folder):
@@ -67,18 +71,25 @@ class NodeState:
         except OSError as error:
             self._say(f"the node's shared memory cannot be used: {error.strerror or error}")
             room = False
-        self._slots = {name: shm.Slots(self._folder, name) for name in names} if room else {}
+        self._slots = {name: shm.Slots(self._folder, name) for name in written} if room else {}
         self._slots |= {name: self._on_heap(name) for name in sent if not room}
         self.off = not self._slots
         return room
 
     def settle(self) -> None:
         """Before anything changes: the version under way is finished."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None:
             began_s = time.monotonic()
-            thread.join()
+            self._thread.join()
+            self._thread = None  # only now: an order to leave may break into the wait, and whoever comes next has to wait, too
             self._waited_s = time.monotonic() - began_s
+
+    def close(self) -> None:
+        """No more of them. Mapped memory goes at once, and not when the garbage collector comes by."""
+        self.settle()
+        for slots in self._slots.values():
+            if not isinstance(slots, shm.HeapSlots):  # those are all that there is of their versions
+                slots.close()
 
     @property
     def cost_s(self) -> float:
@@ -102,7 +113,7 @@ class NodeState:
 
     def only(self, names: Collection[str]) -> None:
         """Versions of other shards are not needed any more (they are another world's)."""
-        for found in shm.scan(self._folder):
+        for found in self._found():
             if found.name not in names:
                 found.discard()
         for name in [name for name in self._heap if name not in names]:
@@ -110,10 +121,13 @@ class NodeState:
 
     def make_room(self, names: Collection[str], keep: int) -> None:
         """Of what the versions to come do not take the place of, `names` being theirs, only that of the step `keep` stays."""
-        for found in shm.scan(self._folder):
+        for found in self._found():
             in_place = found.name in names and found.path.endswith(shm.VERSIONS)
             if not in_place and found.step != keep:
                 found.discard()
+
+    def _found(self) -> list[shm.Version]:
+        return shm.scan(self._folder) if self.usable else []
 
     def version(self, name: str, step: int, since: int, timeout_s: float) -> Shard | None:
         """That version of this timeline, once it is written."""
@@ -125,6 +139,8 @@ class NodeState:
 
     def _write(self, step: int, shards: dict[str, Shard], keep: int | None) -> None:
         began_s = time.monotonic()
+        with suppress(OSError):
+            os.utime(node_state.top_of(self._folder))  # so young is what is in it (mapped memory's own times stand still)
         wrote = [self._write_one(name, step, made, keep) for name, made in shards.items() if name in self._slots]
         self.took_s = time.monotonic() - began_s
         with self._done:
@@ -133,13 +149,16 @@ class NodeState:
             self._done.notify_all()
 
     def _write_one(self, name: str, step: int, made: Shard, keep: int | None) -> bool:
+        slots = self._slots[name]
         try:
-            self._slots[name].write(step, made, self._history, keep)
+            # a process beside this one, a step behind, may have been told to part already
+            with nullcontext() if isinstance(slots, shm.HeapSlots) else parting.alone(self._folder, name):
+                slots.write(step, made, self._history, keep)
         except OSError as error:
             if name not in self._refused:
                 self._say(f"there is no version of {name!r} after step {step} in the node's memory: {error.strerror or error}")
             self._refused.add(name)
-            if name not in self._sent or isinstance(self._slots[name], shm.HeapSlots):
+            if name not in self._sent or isinstance(slots, shm.HeapSlots):
                 return False
             self._slots[name] = self._on_heap(name)
             return self._write_one(name, step, made, keep)
@@ -153,7 +172,7 @@ class NodeState:
 _held: dict[str, int] = {}
 
 
-def _hold(folder: str) -> None:
-    """Mark the folder as used by this process, until it ends."""
+def hold(folder: str) -> None:
+    """Mark the folder as used by this process, until it ends. Raises OSError: it cannot be used."""
     if folder not in _held or not os.path.exists(node_state.lock_of(folder)):
-        _held[folder] = node_state.hold(folder)
+        _held[folder] = node_state.hold(folder, os.environ.get(names.FAMILY, ""))

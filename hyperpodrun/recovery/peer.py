@@ -5,7 +5,6 @@ Invariants: a range is complete and correct when `fetch` returns, else it raises
 """
 
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -24,6 +23,7 @@ from hyperpodrun.recovery.transfer import (
     Want,
     Whose,
     chunks,
+    limit,
     message,
     receive_views,
     send,
@@ -48,9 +48,9 @@ class Peer:
         self._is_cut = False
         try:
             self._connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
-            self._connection.settimeout(None)  # by the kernel's clock: Python's would poll before each call and end it early
-            for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                self._connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("@ll", STALL_TIMEOUT_S, 0))
+            self._connection.settimeout(None)
+            for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                limit(self._connection, which, STALL_TIMEOUT_S)
             tune(self._connection)
             self._connection.sendall(token)
         except OSError as error:

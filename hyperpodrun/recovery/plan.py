@@ -11,7 +11,8 @@ whole version before it waits (wave 1) until another one has it (wave 0): a seco
 Timelines. A restart to step v makes what came after v void, though it may still lie about (a node that was away comes back with it).
 So everything held knows its *history*, the steps that the job has been restored to: what was made after `n` restarts (its lineage)
 counts only if none of the later ones went back behind it. The longest history offered is the job's. Each restart has a *mark* of its
-own: nodes that were apart and have each gone on by themselves have histories that differ, and only one of them is continued.
+own: nodes that were apart and have each gone on by themselves have histories that differ, and only one of them is continued: of
+equally long ones that which comes to the newest step.
 
 Changed worlds. Private states carry the size of their world in their names. In a world of another size rank r goes on with the
 private state of rank r modulo the old size, and that is right only if the samplers' states are equal on all ranks (counted in
@@ -27,7 +28,7 @@ States: none. Source: DESIGN "A fault, end to end", SEED part 5.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -63,14 +64,15 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank needs and has. `world`: the size of the world, when it needs a private state too."""
+    """What a rank needs and has. `world`: the size of the world, when it needs a private state too. `histories`: the longest that it
+    knows of."""
 
     rank: int
     node: str
     needs: tuple[str, ...]
     holdings: tuple[Holding, ...] = ()
     world: int = 0
-    history: History = ()
+    histories: tuple[History, ...] = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
@@ -162,12 +164,17 @@ def make(offers: Sequence[Offer]) -> Plan | Infeasible:
     """The plan for these offers, one of each rank. Raises Contradiction."""
     history, offers = valid(offers)
     holders = _holders(offers)
-    ways = [way for world in _worlds(offers) for way in (_Way(world, offers, holders), *_anew(world, offers, holders))]
+    ways = _ways(offers, holders)
     whole = [way for way in ways if way.steps]
     if not whole:
         return Infeasible(_why_not(ways[0].needed, holders), history)
     best = max(whole, key=lambda way: way.steps[0])  # the first of equals: as it is, in this world
     return msgspec.structs.replace(_carried_out(best, holders), history=history)
+
+
+def _ways(offers: Sequence[Offer], holders: "_Holders") -> "list[_Way]":
+    """All there are, as it is first."""
+    return [way for world in _worlds(offers) for way in (_Way(world, offers, holders), *_anew(world, offers, holders))]
 
 
 class _Way:
@@ -205,13 +212,29 @@ def _anew(world: int, offers: Sequence[Offer], holders: "_Holders") -> list[_Way
 
 def valid(offers: Sequence[Offer]) -> tuple[History, list[Offer]]:
     """The job's history, and the offers without what is not of it. Nothing else may be used, by whichever way it is had."""
-    history = max((offer.history for offer in offers), key=lambda history: (len(history), history), default=())
-    return history, [
-        msgspec.structs.replace(
-            offer, holdings=tuple(held for held in offer.holdings if counts(history, held.lineage, held.since, held.step))
-        )
-        for offer in offers
-    ]
+    known = longest([history for offer in offers for history in offer.histories])
+    ways = [(history, _of(history, offers)) for history in known or [()]]
+    return max(ways, key=lambda way: (_newest(way[1]), way[0])) if len(ways) > 1 else ways[0]
+
+
+def _of(history: History, offers: Sequence[Offer]) -> list[Offer]:
+    """What counts if that is the job's history."""
+
+    def counted(offer: Offer) -> tuple[Holding, ...]:
+        return tuple(held for held in offer.holdings if counts(history, held.lineage, held.since, held.step))
+
+    return [msgspec.structs.replace(offer, holdings=counted(offer), histories=(history,)) for offer in offers]
+
+
+def _newest(offers: Sequence[Offer]) -> int:
+    """The newest step that is whole (-1: none is)."""
+    return max((way.steps[0] for way in _ways(offers, _holders(offers)) if way.steps), default=-1)
+
+
+def longest(histories: Iterable[History]) -> tuple[History, ...]:
+    """Those of them, in order."""
+    known = {*histories}
+    return tuple(sorted(history for history in known if len(history) == max(map(len, known))))
 
 
 def counts(history: History, lineage: int, since: int, step: int) -> bool:

@@ -68,7 +68,7 @@ class Restoring:
         parts: Sequence[Part],
         earlier: Memory | None,
         held: Held,
-        history: plan.History,
+        histories: tuple[plan.History, ...],
         say: Callable[[str], None],
     ) -> None:
         self._say = say
@@ -79,7 +79,7 @@ class Restoring:
         self._earlier = earlier
         self._shared = reuse.sharing(parts, earlier)
         self._held = held
-        self._offer = plan.Offer(where.rank, where.node, tuple(needs), tuple(held.holdings()), world=world, history=history)
+        self._offer = plan.Offer(where.rank, where.node, tuple(needs), tuple(held.holdings()), world=world, histories=histories)
         self._token = b""
         self._device: torch.device | None = None
         self._kinds: list[str] = []

@@ -25,6 +25,7 @@ import msgspec
 import torch
 import xxhash
 
+from hyperpodrun.agent.wire import node_state
 from hyperpodrun.recovery.codec import CodecError
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import Layout, Shard, view
@@ -212,7 +213,7 @@ def write_file(path: str, name: str, step: int, shard: Shard, history: History) 
     meta = msgspec.msgpack.encode(_Meta(name, shard.layout, history))
     start = _aligned(_HEAD.size + len(meta))
     state, at = xxhash.xxh3_128(), start
-    made = f"{path}.{os.getpid()}.new"
+    made = unfinished(path)
     with open(
         os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+b", buffering=0
     ) as file:
@@ -236,27 +237,34 @@ def write_file(path: str, name: str, step: int, shard: Shard, history: History) 
     return finish
 
 
+def unfinished(path: str) -> str:
+    """What a file is called while `write_file` of this process is at work on it."""
+    return f"{path}.{os.getpid()}.new"
+
+
 def scan(folder: str) -> list[Version]:
-    """All versions of all shards in a folder, their rows not checked."""
+    """All versions of all shards in a folder of this user's, their rows not checked."""
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(os.listdir(folder)) if node_state.is_own(folder) else []
     except OSError:
         return []
     found = [read(os.path.join(folder, name)) for name in names if name.endswith(VERSIONS + PARTING)]
     return [version for version in found if version is not None]
 
 
-def read(path: str) -> Version | None:
-    """The version in a file, its row not checked; None when there is none."""
+def read(path: str, anyones: bool = False) -> Version | None:
+    """The version in a file, its row not checked; None when there is none. `anyones`: whoever the file belongs to."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
         size = os.fstat(fd).st_size
-        if size < _HEAD.size or os.fstat(fd).st_uid != os.getuid():
+        if size < _HEAD.size or not (anyones or os.fstat(fd).st_uid == os.getuid()):
             return None
-        version = _parse(mapped(fd, size))
+        version = _parse(mapped(fd, size, shared=False))
+    except OSError:
+        return None
     finally:
         os.close(fd)
     if version is not None:
@@ -264,12 +272,13 @@ def read(path: str) -> Version | None:
     return version
 
 
-def mapped(fd: int, size: int) -> memoryview:
-    """The file's memory, shared and writable (-1: memory of nobody else), for as long as somebody holds a part of it. Raises OSError.
+def mapped(fd: int, size: int, shared: bool = True) -> memoryview:
+    """The file's memory (-1: memory of nobody else), for as long as somebody holds a part of it. Raises OSError.
 
+    `shared`: what is written to it is in the file; else a file that can only be read will do.
     Python's mmap keeps a descriptor of its own open for each mapping, which would grow over restarts.
     """
-    kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0)
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()

@@ -216,10 +216,9 @@ class RecoverableState:
             stored = stored_in(self._path, where.local_rank, where.local_world_size, needs)
             held.found(stored, (), "tiered")
             found += stored
-        histories = [version.history for version in found] + ([earlier.history] if earlier is not None else [])
-        history = max(histories, key=lambda history: (len(history), history), default=())
+        known = [version.history for version in found] + ([earlier.history] if earlier is not None else [])
         world = 0 if self._private.empty else where.world_size
-        return Restoring(where, meeting, needs, world, self._shared, earlier, held, history, self._say)
+        return Restoring(where, meeting, needs, world, self._shared, earlier, held, plan.longest(known), self._say)
 
     def _look(self) -> Where:
         return msgspec.structs.replace(look(), state=self._name)
@@ -252,7 +251,8 @@ class RecoverableState:
         where, mine, versions = self._where, self._memory, self._versions
         assert where is not None and mine is not None
         if where.world_size > 1 and (versions is not None or not self._private.empty):
-            self._exchange = Exchange(where.rank, where.world_size, self._copies, _cpu_group())
+            nodes = [attempt.offers[rank].node for rank in range(where.world_size)]
+            self._exchange = Exchange(where.rank, where.world_size, self._copies, nodes, _cpu_group())
         self._replicas = {rank for rank, offer in attempt.offers.items() if offer.needs[:1] == (mine.key,)}
         self._writes_shard = attempt.first_on_node()
         if versions is not None:

@@ -83,9 +83,9 @@ class Tiered:
 
     def close(self) -> None:
         """Until what was begun is stored."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None  # only now: an order to leave may break into the wait, and whoever comes next has to wait, too
 
     def _store(self, step: int, shards: Mapping[str, Shard]) -> None:
         folder, written = folder_of(self._path, step), []
@@ -97,9 +97,13 @@ class Tiered:
             for finish in written:
                 finish()
             _flush(folder)
-            self._tidy(step)
         except OSError as error:
             self._say(f"step {step} is not stored in {self._path}: {error.strerror or error}")
+            for name in shards:
+                with suppress(OSError):  # what is half of a file would fill the disk for the next ones
+                    os.unlink(shm.unfinished(os.path.join(folder, _file_of(name))))
+        else:
+            self._tidy(step)
         finally:
             self._copied.set()
 
@@ -107,7 +111,7 @@ class Tiered:
         """Remove what is older than the newest whole steps. (This one may not be whole yet, elsewhere.)"""
         if not self._tidies:
             return
-        files = {at: {*os.listdir(folder_of(self._path, at))} for at in steps(self._path)}
+        files = {at: _files(self._path, at) for at in steps(self._path)}
         shared = any(some & {_file_of(name) for name in self._names - self._of_node} for some in files.values())
         wanted = {_file_of(name) for name in (self._names if shared else self._of_node)}
         whole = [at for at, some in files.items() if at < step and wanted <= some]
@@ -123,9 +127,9 @@ def found(path: str, place: int = 0, places: int = 1, needs: Collection[str] = (
     for step in steps(path):
         folder = folder_of(path, step)
         wanted = {_file_of(name) for name in needs}
-        for number, file in enumerate(sorted(os.listdir(folder))):
+        for number, file in enumerate(sorted(_files(path, step))):
             if file in wanted or number % places == place:
-                version = shm.read(os.path.join(folder, file))
+                version = shm.read(os.path.join(folder, file), anyones=True)
                 if version is not None and version.step == step and _file_of(version.name) == file:
                     versions.append(version)
     return versions
@@ -138,6 +142,14 @@ def steps(path: str) -> list[int]:
     except OSError:
         return []
     return sorted(int(name[len(_PREFIX) :]) for name in names if name.startswith(_PREFIX) and name[len(_PREFIX) :].isdigit())
+
+
+def _files(path: str, step: int) -> set[str]:
+    """What is in a step's folder; nothing if another process has just removed it, or it is none."""
+    try:
+        return {*os.listdir(folder_of(path, step))}
+    except OSError:
+        return set()
 
 
 def folder_of(path: str, step: int) -> str:

@@ -41,6 +41,9 @@ CHUNK_BYTES = 4 << 20
 """Small enough to be in the processor's cache still when its checksum is taken, and large enough that Python's part does not count."""
 TOKEN_BYTES = 16
 MAX_MESSAGE_BYTES = 1 << 28
+GREETING_S = 10
+"""Who connects has said the token by then, or is a stranger: a server may be there for as long as the job."""
+RETRY_S = 0.1
 _VIEWS_AT_ONCE = 512
 
 
@@ -115,7 +118,7 @@ class Server:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._named: dict[int, Shard] = {}  # what clients may be reading: it has to stay where it is
-        self._closed = False
+        self._closed = threading.Event()
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self.port = 0
@@ -135,7 +138,7 @@ class Server:
         if self._secret is not None:
             self._secret.raw = bytes(TOKEN_BYTES)  # first: who reads memory meanwhile does not believe it
         with self._lock:
-            self._closed = True
+            self._closed.set()
             connections = list(self._connections)
         for connection in (self._listener, *connections):
             if connection is not None:
@@ -154,18 +157,27 @@ class Server:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return
+                if self._closed.wait(RETRY_S):
+                    return
+                continue  # no descriptor is free just now, or a client that was gone again
             with self._lock:
-                if self._closed:
+                if self._closed.is_set():
                     connection.close()
                     return
                 self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="hyperpodrun-transfer", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="hyperpodrun-transfer", daemon=True).start()
+            except RuntimeError:  # no more threads
+                with self._lock:
+                    self._connections.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             tune(connection)
+            limit(connection, socket.SO_RCVTIMEO, GREETING_S)
             if bytes(receive(connection, TOKEN_BYTES)) == self._token:
+                limit(connection, socket.SO_RCVTIMEO, 0)
                 while True:
                     request: Request = msgspec.msgpack.decode(message(connection), type=Request)
                     if isinstance(request, Want):
@@ -208,6 +220,11 @@ def _listen(host: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family, backlog=128)
     return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+
+
+def limit(connection: socket.socket, which: int, seconds: int) -> None:
+    """How long one call may wait (0: for ever). By the kernel's clock: Python's would poll before each call and end it early."""
+    connection.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", seconds, 0))
 
 
 def new_token() -> bytes:

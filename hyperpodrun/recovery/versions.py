@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import parting, placement, plan, shm
+from hyperpodrun.recovery import nodestate, parting, placement, plan, shm
 from hyperpodrun.recovery.copies import Copies
 from hyperpodrun.recovery.memory import Memory
 from hyperpodrun.recovery.nodestate import NodeState
@@ -66,8 +66,9 @@ class Versions:
         """The newest one of this life that is known to be there on all nodes, and on those that keep copies."""
 
     def room(self, host: str, expected: int) -> Room:
-        """What the others have to know."""
+        """What the others have to know. Where nothing can be written there is no room."""
         try:
+            nodestate.hold(self.folder)
             status = os.statvfs(node_state.BASE)
             free = status.f_bavail * status.f_frsize + sum(version.shard.nbytes for version in shm.scan(self.folder))
         except OSError:
@@ -111,7 +112,7 @@ class Versions:
         free, own, kept = _free(node, offers, rooms), _needed(node, offers, rooms), _kept(node, offers, rooms, places)
         remedy = f"Make it larger (mount -o remount,size=... {base}; in a container --shm-size) or give copies=1"
         first = rank == min(other for other, offer in offers.items() if offer.node == node)
-        if not self._roomy and first:
+        if not self._roomy and first and self._node.usable:
             self._say(
                 f"{base} has {_mib(free)} free, versions of this node's state need about {_mib(own)}: none are written there. {remedy}"
             )
@@ -186,7 +187,7 @@ class Versions:
 
     def close(self) -> None:
         """No more of them."""
-        self._node.settle()
+        self._node.close()
         self._copies.close()
 
     def _slots_of(self, name: str) -> shm.Slots:
@@ -199,7 +200,11 @@ _told: set[str] = set()
 def found_by(where: Where, earlier: Memory | None) -> list[shm.Version]:
     """All versions on this node and in this process."""
     heap = {} if earlier is None else earlier.heap
-    on_node = shm.scan(where.folder)
+    try:
+        nodestate.hold(where.folder)
+        on_node = shm.scan(where.folder)
+    except OSError:  # not this job's; `begin` says it
+        on_node = []
     return [*on_node, *(version for slots in heap.values() for version in slots.found())]
 
 

@@ -358,6 +358,8 @@ class Run:
                 for process in world:
                     if process.alive:
                         cluster.part(process)
+                if any("could not be saved" in text for text in cluster.story):
+                    live = -1  # there was no room for it, which was said
             size = cluster.chance.randrange(1, job.size + 1) if job.elastic else job.size
             world = [one if one.alive else Process(next(numbers), one.node) for one in world]
             while len(world) < size:

@@ -110,3 +110,17 @@ def test_closing_does_not_wait_for_a_connection_to_a_node_that_is_gone(pair: Pai
     assert pair.buddy._thread is not None
     pair.buddy._thread.join()
     assert not pair.kept.versions(), "what comes too late is not used"
+
+
+def test_a_way_that_stays_closed_is_told_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the job trains on with its last version older and older, and nobody knows."""
+    monkeypatch.setattr(copies, "RETRY_S", 0.0)
+    told = threading.Event()
+    monkeypatch.setattr(pair.buddy, "_say", lambda text: (pair.said.append(text), told.set()))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
+    pair.buddy.begin([("model", address)], sends=False, history=())
+    pair.buddy.fetch(3)
+    assert told.wait(30)
+    pair.buddy.close()
+    assert len(pair.said) == 1 and "no copy of 'model' after step 3" in pair.said[0] and "tried again" in pair.said[0]

@@ -41,3 +41,14 @@ def test_states_of_any_size_reach_the_others(tmp_path: Path, gather: int) -> Non
 def test_buddies_are_others_and_everybody_has_as_many(world: int, copies: int) -> None:
     of = [buddies(rank, world, copies) for rank in range(world)]
     assert all(rank not in of[rank] and len(set(of[rank])) == min(copies, world - 1) for rank in range(world))
+
+
+@given(st.lists(st.integers(1, 24), min_size=2, max_size=5), st.integers(1, 4), st.booleans())
+def test_buddies_are_on_other_nodes_however_many_ranks_each_has(sizes: list[int], copies: int, mixed: bool) -> None:
+    """Else a node is lost with all that was known of a rank's samples and random numbers."""
+    nodes = [f"n{number}" for number, size in enumerate(sizes) for _ in range(size)]
+    nodes = nodes[::2] + nodes[1::2] if mixed else nodes
+    for rank, node in enumerate(nodes):
+        found = buddies(rank, len(nodes), copies, nodes)
+        assert rank not in found and len(set(found)) == min(copies, len(nodes) - 1)
+        assert len({nodes[other] for other in found} - {node}) == min(copies, len(sizes) - 1)

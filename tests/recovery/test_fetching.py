@@ -1,5 +1,6 @@
 """What a rank fetches is what the plan says: of this timeline, as it was written, or a failure that is told."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hyperpodrun.recovery import codec, plan, shard, shm
+from hyperpodrun.recovery import codec, fetching, plan, shard, shm
 from hyperpodrun.recovery.fetching import Bad, Card, Fetching
 from hyperpodrun.recovery.held import Held
+from hyperpodrun.recovery.peer import Peer
 from hyperpodrun.recovery.restoring import Restoring
 from hyperpodrun.recovery.shm import Slots
 from hyperpodrun.recovery.transfer import Server
@@ -43,9 +45,11 @@ class Holders:
     def fill(self, source: int, kind: plan.Kind, tried: list[Bad]) -> tuple[list[str] | None, int]:
         """Whence it came, and the value that did."""
         into = filled(0)
-        fetching = Fetching(9, self._cards, TOKEN, lambda *_: None, self.said.append)
         fetch = plan.Fetch(9, "model", source, kind, 0, 1000, since=HERE)
-        return fetching.fill([fetch], 5, into, (), tried), int(into.tensors[0].float().mean().item())
+        return self.fetching().fill([fetch], 5, into, (), tried), int(into.tensors[0].float().mean().item())
+
+    def fetching(self) -> Fetching:
+        return Fetching(9, self._cards, TOKEN, lambda *_: None, self.said.append)
 
     def close(self) -> None:
         self._open.close()
@@ -119,10 +123,41 @@ def test_what_is_void_is_nobodys_offer(tmp_path: Any) -> None:
     held.found(shm.scan(str(tmp_path)), ["model"])
     newest = plan.restart(4, 7)
     now = plan.Holding("model", 5, "live", 1000, lineage=2, since=newest)
-    other = Card(plan.Offer(1, "there", ("model",), (now,), history=(HERE, newest)), "", 0)
+    other = Card(plan.Offer(1, "there", ("model",), (now,), histories=((HERE, newest),)), "", 0)
     where = Where(0, 2, 0, "here", "job", "0", True)
-    attempt = Restoring(where, Alone(other), ["model"], 0, [], None, held, (THERE,), print)  # type: ignore[arg-type]  # a Meeting
+    attempt = Restoring(where, Alone(other), ["model"], 0, [], None, held, ((THERE,),), print)  # type: ignore[arg-type]  # a Meeting
     made = attempt.look()
     assert isinstance(made, plan.Plan) and made.step == 5
     assert [len(offer.holdings) for offer in attempt.offers.values()] == [0, 1]
     assert attempt._near("model", 5, ()).source == 1
+
+
+def test_an_order_to_leave_that_breaks_into_the_beginning_leaves_nobody_at_work(
+    holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that fetched on would write into objects that the next attempt fills with another step's state."""
+    into, begun, left = filled(0), list[threading.Thread](), threading.Event()
+    start, connect = threading.Thread.start, fetching.Peer
+
+    def broken_into(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "hyperpodrun-fetch":
+            begun.append(thread)
+            raise InterruptedError
+
+    def late(address: tuple[str, int], token: bytes) -> Peer:
+        assert left.wait(30)
+        return connect(address, token)
+
+    for rank in range(2):
+        holders.add(rank, "live", filled(7))
+    monkeypatch.setattr(threading.Thread, "start", broken_into)
+    monkeypatch.setattr(fetching, "Peer", late)
+    monkeypatch.setattr(fetching, "LEAVE_S", 0.0)
+    pieces = [plan.Fetch(9, "model", rank, "live", 500 * rank, 500 * rank + 500, since=HERE) for rank in range(2)]
+    with pytest.raises(InterruptedError):
+        holders.fetching().fill(pieces, 5, into, (), [])
+    left.set()
+    for thread in begun:
+        thread.join()
+    assert len(begun) == 1 and not into.tensors[0].any()

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hyperpodrun.recovery.plan import (
     STRIPE_BYTES,
@@ -18,8 +19,10 @@ from hyperpodrun.recovery.plan import (
     Offer,
     Plan,
     feasible,
+    longest,
     make,
     restart,
+    valid,
 )
 
 
@@ -114,11 +117,11 @@ def test_what_a_restart_went_back_behind_is_void() -> None:
     """Rank 2's node was away while the job went back to step 4 and on to 6; it still has step 7 of before."""
     history = (restart(4, 1),)
     newest = Holding("model", 6, "live", 100, lineage=1, since=history[0])
-    now = [Offer(rank, "a", ("model",), (newest,), history=history) for rank in range(2)]
+    now = [Offer(rank, "a", ("model",), (newest,), histories=(history,)) for rank in range(2)]
     away = Offer(2, "b", ("model",), (live("model", 7), live("model", 4, kind="shm")))
     made = make([*now, away])
     assert isinstance(made, Plan) and (made.step, made.history) == (6, history)
-    made = make([Offer(0, "a", ("model",), history=history), away])
+    made = make([Offer(0, "a", ("model",), histories=(history,)), away])
     assert isinstance(made, Plan) and made.step == 4
 
 
@@ -132,7 +135,7 @@ def test_nodes_that_went_on_apart_are_not_mixed(back: int) -> None:
             node,
             ("model", "other"),
             tuple(Holding(name, 5, "live", 100, lineage=1, since=since) for name in names),
-            history=(since,),
+            histories=((since,),),
         )
         for rank, (node, since, names) in enumerate([("a", here, ["model"]), ("b", there, ["model", "other"])])
     ]
@@ -141,6 +144,27 @@ def test_nodes_that_went_on_apart_are_not_mixed(back: int) -> None:
     assert isinstance(both, Plan) and both.history == (there,)
     assert {fetch.source for fetch in both.fetches} == {1} and both.of(0)
     assert {fetch.rank for fetch in both.fetches if fetch.shard == "model"} == {0}
+
+
+@pytest.mark.parametrize("marks", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("known", [False, True])
+def test_of_equally_long_timelines_that_with_the_newest_whole_step_goes_on(marks: tuple[int, int], known: bool) -> None:
+    """A node begins anew while the others are away, and step 5 of it is stored; they come back with step 3 in shared memory."""
+    ahead, away = (restart(-1, mark) for mark in marks)
+    stored = Holding("model", 5, "tiered", 100, lineage=1, since=ahead)
+    kept = Holding("model", 3, "shm", 100, lineage=1, since=away)
+    half = Holding("model", 9, "shm", 100, lineage=1, since=away)
+    offers = [
+        Offer(0, "a", ("model", "other"), (stored, replace(stored, shard="other")), histories=((ahead,),)),
+        Offer(1, "b", ("model", "other"), (kept, half, replace(kept, shard="other")), histories=((away,),)),
+    ]
+    if known:  # all see the stored one
+        offers = [replace(offer, histories=longest([(ahead,), (away,)])) for offer in offers]
+    made = make(offers)
+    assert isinstance(made, Plan) and (made.step, made.history) == (5, (ahead,))
+    history, counted = valid(offers)
+    assert history == (ahead,) and [len(offer.holdings) for offer in counted] == [2, 0]
+    assert make(counted) == made
 
 
 def world(size: int, old: int, step: int, samplers: str = "") -> list[Offer]:

@@ -1,7 +1,9 @@
 """A node's shared memory holds whole versions or says that it has none."""
 
+import fcntl
 import os
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hyperpodrun.recovery import parting, plan, shard, shm
 from hyperpodrun.recovery.held import Given
 from hyperpodrun.recovery.memory import Memory
+from hyperpodrun.recovery.nodestate import NodeState
 from hyperpodrun.recovery.parts import part_of
 
 
@@ -172,3 +175,41 @@ def test_torn_parameters_are_not_left_to_anybody(tmp_path: Path) -> None:
     mine.torn = True
     parting.write(str(tmp_path), mine, whole=6)
     assert everything(tmp_path) == {"model": {6}, EXACT: {7, 8}}
+
+
+def test_who_parts_a_step_behind_does_not_write_into_a_version_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 writes the version after 8 beside its next step; rank 1 was told to leave before its update, and then to part."""
+    for step in (3, 6):
+        shm.Slots(str(tmp_path), "model").write(step, model(step))
+    under_way, may_commit = threading.Event(), threading.Event()
+    commit, lock = shm.Slots.commit, fcntl.flock
+
+    def late(slots: shm.Slots, expected: bytes = b"") -> bool:
+        if threading.current_thread() is not parter:
+            under_way.set()
+            assert may_commit.wait(30)
+        return commit(slots, expected)
+
+    def locked(fd: int, how: int) -> None:
+        try:
+            lock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            may_commit.set()
+            lock(fd, how)
+
+    def part() -> None:
+        parting.write(str(tmp_path), memory_at(7), whole=6)
+        may_commit.set()
+
+    parter = threading.Thread(target=part)
+    monkeypatch.setattr(shm.Slots, "commit", late)
+    monkeypatch.setattr(fcntl, "flock", locked)
+    ahead = NodeState(str(tmp_path), {}, pytest.fail)
+    ahead.begin(6, (), ["model"], [], True)
+    ahead.took_s = 1.0
+    ahead.write(8, {"model": model(8)}, 1.0, 6)
+    assert under_way.wait(30)
+    parter.start()
+    parter.join()
+    ahead.settle()
+    assert everything(tmp_path)["model"] == {6, 8}

@@ -1,16 +1,19 @@
 """Where no memory has the state any more, it comes from the folder that it was stored in, whole or not at all."""
 
+import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gloo_job import run as run_gloo
 
 from hyperpodrun.agent.wire import node_state
-from hyperpodrun.recovery import RecoverableState, shard, tiered
+from hyperpodrun.recovery import RecoverableState, shard, shm, tiered
 from hyperpodrun.recovery.held import blob
 
 NAMES = ["model", "rank 0 of 2", "rank 1 of 2"]
@@ -78,6 +81,79 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     said: list[str] = []
     store(tmp_path / "file", [4], say=said)
     assert len(said) == 1 and "step 4 is not stored" in said[0]
+
+
+def test_an_order_to_leave_that_breaks_into_the_wait_leaves_no_writer_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[threading.Thread] = []
+    may_copy = threading.Event()
+    join, write = threading.Thread.join, shm.write_file
+
+    def broken_into(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.append(thread)
+        if len(waits) == 1:
+            raise InterruptedError
+        may_copy.set()
+        join(thread, timeout)
+
+    def late(*given: Any) -> Any:
+        assert may_copy.wait(30)
+        return write(*given)
+
+    monkeypatch.setattr(shm, "write_file", late)
+    stored = tiered.Tiered(str(tmp_path), 5, pytest.fail)
+    stored.begin(-1, (-1,), NAMES, NAMES, False)
+    stored.store(4, shards(*NAMES))
+    monkeypatch.setattr(threading.Thread, "join", broken_into)
+    with pytest.raises(InterruptedError):
+        stored.close()
+    stored.close()
+    assert len(waits) == 2 and len(tiered.found(str(tmp_path))) == len(NAMES)
+    may_copy.set()
+
+
+def test_what_a_full_disk_has_half_of_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = os.pwrite, list[int]()
+
+    def full(fd: int, text: bytes, at: int) -> int:
+        written.append(len(text))
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, text, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    said: list[str] = []
+    store(tmp_path, [4], say=said)
+    assert len(said) == 1 and "step 4 is not stored" in said[0]
+    assert not any(found.is_file() for found in tmp_path.rglob("*"))
+
+
+def test_folders_that_go_meanwhile_or_are_none_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node tidies the same folder; its process may do so while a rank looks already what there is."""
+    store(tmp_path, [4, 9])
+    (tmp_path / "step-000000007").write_text("no folder")
+    monkeypatch.setattr(tiered, "steps", lambda path, steps=tiered.steps: [1, *steps(path)])
+    assert {version.step for version in tiered.found(str(tmp_path))} == {4, 9}
+    store(tmp_path, [14], since=9)  # and nobody is told that it was not stored
+
+
+def test_what_was_stored_is_read_whoever_owns_it_and_changed_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share gives files to whom it likes (root is nobody there), and a checkpoint may lie on one that can only be read."""
+    store(tmp_path, [4])
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    opened = os.open
+
+    def read_only(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", read_only)
+    found = tiered.found(str(tmp_path))
+    assert len(found) == len(NAMES) and all(version.check() for version in found)
+    found[0].shard.tensors[0].fill_(0)
+    assert all(version.check() for version in tiered.found(str(tmp_path)))
 
 
 def test_half_a_file_and_a_flipped_bit_are_no_version(tmp_path: Path) -> None:

@@ -112,6 +112,41 @@ def test_noise_hurts_nobody(server: Server, peer: Peer, noise: bytes) -> None:
     peer.layout("model", 7, "live", 1)
 
 
+def test_who_connects_and_says_nothing_is_hung_up_on(server: Server, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may be there as long as the job: what scans ports and is gone would leave a thread and a descriptor each time."""
+    monkeypatch.setattr(transfer, "GREETING_S", 1)
+    with closing(Peer(("127.0.0.1", server.port), TOKEN)) as known:
+        known.layout("model", 7, "live", 1)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as stranger:
+            stranger.sendall(TOKEN[:-1])
+            assert stranger.recv(1) == b""
+        known.layout("model", 7, "live", 1)
+
+
+class Poor:
+    """A listener in a process that has no descriptor left, once."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._refusals = 1
+
+    def accept(self) -> Any:
+        if self._refusals:
+            self._refusals -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_want_of_descriptors_passes(held: shard.Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_listen", lambda host, listen=transfer._listen: Poor(listen(host)))
+    monkeypatch.setattr("hyperpodrun.recovery.peer.STALL_TIMEOUT_S", 10)
+    with closing(opened(lambda *_: held)) as server, closing(Peer(("127.0.0.1", server.port), TOKEN)) as peer:
+        peer.layout("model", 7, "live", 1)
+
+
 def test_a_damaged_chunk_is_never_taken(held: shard.Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = transfer.send_views
 

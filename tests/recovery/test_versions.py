@@ -151,3 +151,11 @@ def test_the_cost_is_told_once_and_too_little_room_for_copies_before_anything_is
     )
     assert isinstance(small.versions._slots_of("shard 1"), shm.HeapSlots)
     assert not isinstance(first.versions._slots_of("shard 1"), shm.HeapSlots)
+
+
+def test_where_nothing_can_be_written_there_is_no_room(folder: Path) -> None:
+    """So the others know, and processes keep the copies."""
+    folder.parent.joinpath("elsewhere").mkdir()
+    folder.symlink_to("elsewhere")  # another user's doing
+    life = Life()
+    assert life.versions.room("", 100).free == 0
