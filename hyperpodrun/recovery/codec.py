@@ -24,7 +24,7 @@ import torch
 
 MAX_DEPTH = 64
 # What a missing key of a defaultdict would give is code, not state: whoever loads it has that.
-_MAPPINGS = {dict: "d", defaultdict: "d", OrderedDict: "o", Counter: "k"}
+_MAPPINGS: dict[type[Any], str] = {dict: "d", defaultdict: "d", OrderedDict: "o", Counter: "k"}
 
 
 class CodecError(ValueError):

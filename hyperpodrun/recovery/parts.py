@@ -129,6 +129,10 @@ class ModelPart:
         self.install(tensors, skeleton)
         return left
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Its parameters, and the buffers that follow them."""
+        return [*self._tensors().values()]
+
     def _here(self) -> dict[str, torch.Tensor]:
         return {name: local(tensor) for name, tensor in self._tensors().items()}
 
@@ -213,6 +217,10 @@ class OptimizerPart:
                     _, leaf, shape, _, spread = value
                     made[leaf.path] = _cut(f"{self.name}.state.{place}.{key}", leaf, rank, parameters[place], shape, spread)
         return list(made.values())
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Its groups, live."""
+        return self._optimizer.param_groups
 
     def parameters(self) -> list[torch.Tensor]:
         """All that it optimizes, in its order."""

@@ -114,7 +114,8 @@ def test_tied_tensors_are_taken_once_and_stay_tied() -> None:
 
 def test_numpy_values_and_torch_names_come_back() -> None:
     state = {"a": numpy.arange(6).reshape(2, 3), "s": numpy.float32(1.5), "size": torch.Size([1, 2]), "t": torch.int8,
-             "d": torch.device("cpu"), "dd": defaultdict(list, {1: 2}), "milestones": Counter([3, 3, 6]), "window": deque([1, 2], maxlen=2)}  # fmt: skip
+             "d": torch.device("cpu"), "dd": defaultdict(list, {1: 2}),
+             "milestones": Counter([3, 3, 6]), "window": deque([1, 2], maxlen=2)}  # fmt: skip
     back = codec.decode(codec.encode(state)[1], [])
     assert (back["a"] == state["a"]).all() and back["a"].dtype == state["a"].dtype
     assert back["s"] == 1.5 and type(back["s"]) is numpy.float32
