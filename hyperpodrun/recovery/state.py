@@ -209,7 +209,8 @@ class RecoverableState:
             if reuse.sharing(self._shared, earlier):
                 self._say(
                     "the objects of the run before are used again, and were written to since its last update (a checkpoint, new "
-                    "initial values, a wrapper's broadcast): what they hold is not used. Build them inside of the function that is run again"
+                    "initial values, a wrapper's broadcast): what they hold is not used. Build them inside of the function that is "
+                    "run again"
                 )
             else:
                 self._say(

@@ -11,6 +11,7 @@ Source: torch.Tensor._version (autograd's version counter).
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from hyperpodrun.recovery.parts import ModelPart, OptimizerPart, Part
 
 SAMPLED = 8
 SAMPLE_BYTES = 64
+_version_of = attrgetter("_version")
 
 
 def trainable(parts: Sequence[Part]) -> Iterator[torch.Tensor]:
@@ -61,9 +63,9 @@ class Watch:
         if count != self._count:
             self._count = count
             self._choose()
-        versions = sum(tensor._version for tensor in self._plain)
+        versions = sum(map(_version_of, self._plain))
         if self._spread:
-            versions += sum(_here(tensor)._version for tensor in self._spread)
+            versions += sum(map(_version_of, map(_here, self._spread)))
         if any(_here(tensor).data_ptr() != address for tensor, address in self._sampled):
             self._look()
         return Stamp(versions, tuple([torch.cat(views) for views in self._views]))
