@@ -184,10 +184,12 @@ class Agent:
         """A signal to the launcher (forwarded by the keeper), or the kernel's word that the keeper is gone."""
         if not self.link.alive():
             self.advance(policy.StopSignal(signal.SIGTERM, at_once=True))
+        elif number in self.config.signals_to_handle:
+            if number in FORWARDED_TO_RANKS and self.job.stopped_by is None:
+                self.attempt.ask_with(number)  # as torchrun does: a script that saves at this signal need not know another
+            self.advance(policy.StopSignal(number))
         elif number in FORWARDED_TO_RANKS:
             self.attempt.forward(number)
-        elif number in self.config.signals_to_handle:
-            self.advance(policy.StopSignal(number))
         elif number in STOP_SIGNALS:
             self.advance(policy.StopSignal(number, at_once=True))  # not to be handled: its default action, without leftovers
 

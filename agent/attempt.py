@@ -151,6 +151,11 @@ class AttemptRunner:
         """End the attempt, with the grace or at once. `part`: other processes take over what these hold."""
         self._feed(group_words.Stop(kill, part))
 
+    def ask_with(self, number: int) -> None:
+        """What asks workers to leave from here on, unless they are killed without being asked."""
+        if self._group.shutdown_signal != signal.SIGKILL:
+            self._group.shutdown_signal = number
+
     def others_done(self) -> None:
         """Another node's ranks have all ended well: those here have --exit-skew-timeout left."""
         self._feed(group_words.OthersDone())
@@ -425,7 +430,7 @@ class AttemptRunner:
             if pid := self._group.alive.get(local_rank):
                 # At the barrier the user's handler of the signal may do no more than to note the wish.
                 self.links.send(local_rank, link.End(0, "no world follows in this process"))
-                os.kill(pid, self._config.shutdown_signal)
+                os.kill(pid, self._group.shutdown_signal)
                 os.kill(pid, signal.SIGCONT)  # a frozen worker takes it only when it runs
 
     def _sweep_done(self, left: tuple[str, ...]) -> None:

@@ -25,7 +25,8 @@ def looking(contacts: Collection[str], min_nodes: int, slots: int, limit_s: floa
 
 def never_met(here: Collection[str], missing: Collection[str], min_nodes: int, limit_s: float) -> str:
     """The time to find each other is over."""
-    text = f"no world of at least {min_nodes} nodes within {limit_s:g} s (--rdzv-conf join_timeout): here are {named(here)}; "
+    who = f"here are {named(here)}" if here else "only this one is here"
+    text = f"no world of at least {min_nodes} nodes within {limit_s:g} s (--rdzv-conf join_timeout): {who}; "
     return text + (
         f"not reached: {named(missing)}" if missing else "too few contact points are known, name all nodes with --peers"
     )

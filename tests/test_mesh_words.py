@@ -65,6 +65,7 @@ def test_many_nodes_are_cut() -> None:
 def test_who_was_missing_at_the_start() -> None:
     assert "not reached: c" in mesh_words.never_met({"a", "b"}, {"c"}, 3, 5)
     assert "--peers" in mesh_words.never_met({"a", "b"}, set(), 3, 5)
+    assert "only this one is here; too few" in mesh_words.never_met(set(), set(), 3, 5)
     assert "2 to 3 are needed" in mesh_words.looking({"b"}, 2, 3, 5)
 
 

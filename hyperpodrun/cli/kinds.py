@@ -222,14 +222,16 @@ def _pairs(text: str) -> dict[str, str]:
 def _signal(text: str) -> int:
     import signal
 
+    from hyperpodrun.agent import keeper
+
     name = text.upper()
     found = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
     if not isinstance(found, signal.Signals):
         raise BadValueError(f"{quoted(text)} is no signal of this system")
     if found in (signal.SIGKILL, signal.SIGSTOP):
         raise BadValueError(f"{found.name} cannot be handled by any program")
-    if found in (signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGPIPE):
-        raise BadValueError(f"{found.name} means something else to the launcher itself")
+    if found not in keeper.FORWARDED:
+        raise BadValueError(f"the launcher does not wait for {found.name}")
     return int(found)
 
 
@@ -272,7 +274,11 @@ STREAM_CHOICE = Kind(
 LOCAL_RANKS = Kind("RANK,...", "local ranks separated by commas", _local_ranks)
 FILTERS = Kind("TEXT,...", "texts separated by commas (,, stands for a comma)", _filters, True)
 PAIRS = Kind("KEY=VALUE,...", "KEY=VALUE pairs separated by commas", _pairs)
-SIGNALS = listed("SIGNAL,...", "names of signals separated by commas, such as SIGTERM,SIGINT", _signal)
+SIGNALS = listed(
+    "SIGNAL,...",
+    "SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGALRM, SIGXCPU and SIGPWR, separated by commas without blanks",
+    _signal,
+)
 MODULES = listed("MODULE,...", "module names separated by commas", _module)
 ARGUMENTS = Kind("'ARG ...'", "arguments as in a shell, quoted as one word", _arguments, True)
 SECONDS = seconds()

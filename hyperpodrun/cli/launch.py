@@ -16,6 +16,7 @@ from hyperpodrun.cli.resolve import resolve
 from hyperpodrun.cli.speech import refuse, show
 
 if TYPE_CHECKING:
+    from hyperpodrun.agent.config import JobConfig
     from hyperpodrun.agent.keeper import KeeperLink
 
 
@@ -42,6 +43,20 @@ def main(argv: list[str], keeper: "KeeperLink") -> int:
             return show("hyperpodrun", plan(config, settings, os.environ))
     except Refusal as refusal:
         return refuse("hyperpodrun", refusal)
+    if config.mesh is None and not config.job_id_by_chance:
+        config = _with_own_name(config, keeper)
     from hyperpodrun.agent import agent
 
     return agent.run(config, keeper)
+
+
+def _with_own_name(config: "JobConfig", keeper: "KeeperLink") -> "JobConfig":
+    import msgspec
+
+    from hyperpodrun.cli import namesake
+
+    name, note = namesake.settle(config.job_id, keeper.run_dir.path, keeper.family[:12])
+    if name == config.job_id:
+        return config
+    notes = (*config.notes, note) if note else config.notes
+    return msgspec.structs.replace(config, job_id=name, job_id_by_chance=True, notes=notes)

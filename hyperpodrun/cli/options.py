@@ -194,7 +194,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="signals-to-handle", origin="torchrun", group=RESTARTS, kind=kinds.SIGNALS, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        help="Signals that stop the job when the launcher gets them.",
+        help="Signals that stop the job when the launcher gets them. SIGUSR1 and SIGUSR2 then reach the ranks in place of "
+        "--shutdown-signal; unlisted they reach them and stop nothing.",
     ),
     # Output
     Option(

@@ -9,14 +9,19 @@ from hyperpodrun.cli.refusal import MachineRefusal, Refusal
 
 def refuse(program: str, refusal: Refusal) -> int:
     """Print the sentence on stderr; the exit code."""
+    remark(program, str(refusal))  # where nobody is left to tell, the exit code still says it
+    return refusal.code
+
+
+def remark(program: str, sentence: str) -> None:
+    """Print the sentence on stderr."""
     if sys.stderr is None:  # its descriptor was closed when the program started
-        return refusal.code
+        return
     try:
-        sys.stderr.write(f"{program}: {refusal}\n")
+        sys.stderr.write(f"{program}: {sentence}\n")
         sys.stderr.flush()
     except OSError:
-        pass  # nobody is left to tell; the exit code still says it
-    return refusal.code
+        pass
 
 
 def show(program: str, text: str) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 import hyperpodrun.agent
 from hyperpodrun.agent.config import JobConfig
+from hyperpodrun.agent.run_dir import RunDir
 from hyperpodrun.cli import launch
 
 
@@ -19,6 +20,7 @@ class Keeper:
     """As much of the keeper's link as the command line looks at."""
 
     family = "0123456789abcdef"
+    run_dir: RunDir
 
 
 KEEPER = Keeper()
@@ -36,7 +38,8 @@ class Outcome(msgspec.Struct, frozen=True):
 class Launcher:
     """Calls `main` with only the variables that are given, in a folder that holds `train.py` and an executable `program`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self.folders = folders
         self.jobs: list[JobConfig] = []
 
     def agent_run(self, config: JobConfig, keeper: object) -> int:
@@ -49,6 +52,7 @@ class Launcher:
 
     def run(self, words: tuple[str, ...], variables: Mapping[str, str]) -> Outcome:
         self.jobs.clear()
+        KEEPER.run_dir = RunDir(str(self.folders.mktemp("run")), -1)
         with pytest.MonkeyPatch.context() as patch:
             out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace") for _ in range(2))
             patch.setattr(sys, "stdout", out)
@@ -87,7 +91,7 @@ def look_up(host: str, port: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    launcher = Launcher()
+    launcher = Launcher(tmp_path_factory)
     folder = tmp_path_factory.mktemp("cli")
     (folder / "train.py").write_text("print('never run')\n")
     program = folder / "program"

@@ -59,7 +59,7 @@ BAD_VALUES = {
     "exit-skew-timeout": ["0"],
     "shutdown-timeout": ["-1", "nan", "30s"],
     "shutdown-signal": ["SIGINT", "sigterm", "15"],
-    "signals-to-handle": ["SIGKILL", "SIGSTOP", "SIGCHLD", "SIGNONE", "", "SIGTERM,", "SIG_IGN"],
+    "signals-to-handle": ["SIGKILL", "SIGSTOP", "SIGCHLD", "SIGWINCH", "SIGRTMIN", "SIGNONE", "", "SIGTERM,", "SIG_IGN"],
     "master-port": ["-1", "65536", "http"],
     "mesh-port": ["-1", "65536"],
     "data-port": ["-1", "65536"],

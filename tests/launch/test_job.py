@@ -94,6 +94,26 @@ def test_unlisted_signal_ends_the_job_without_the_grace_but_without_leftovers(la
     run.nothing_left()
 
 
+def test_listed_user_signal_stops_the_job_and_is_what_asks_the_ranks(launch: Callable) -> None:
+    run = launch(
+        "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1",
+        script="""
+        def save(number, frame):
+            tell("saved")
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, save)
+        tell("up")
+        signal.pause()
+        """,
+    )  # fmt: skip
+    run.until_told("up", 2)
+    os.kill(run.pid, signal.SIGUSR1)
+    assert run.code() == 128 + signal.SIGUSR1, run.story()
+    assert len(run.notes("saved")) == 2, run.story()
+    assert "stopped by SIGUSR1" in run.err
+    run.nothing_left()
+
+
 def test_exception_before_the_first_line_counts_as_any_failure(launch: Callable, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n")
@@ -191,3 +211,39 @@ def test_a_hung_rank_that_our_own_signal_ended_gives_no_code_of_a_signal(launch:
     run = launch("--nproc-per-node=2", "--exit-skew-timeout=0.2", script="meet()\nwhile RANK:\n    time.sleep(1)")
     assert run.code() == 1, run.story()
     assert "killed by SIGTERM" in run.err
+
+
+def test_two_jobs_of_one_name_at_once_do_not_share_their_state(launch: Callable) -> None:
+    script = "tell('up', job=os.environ['HYPERPODRUN_JOB_ID'])\nwait_for(f'finish-{os.getppid()}')"
+    env = {"SLURM_JOB_ID": "5"}
+    first = launch(script=script, env=env)
+    first.until_told("up", 1)
+    second = launch(script=script, env=env)
+    rows = second.until_told("up", 2)
+    names = {row["job"] for row in rows}
+    assert "5" in names and len(names) == 2, "both would keep their training state in one folder"
+    assert "another job with the id 5 runs on this node" in second.err
+    os.kill(second.agent(), signal.SIGKILL)
+    assert {row["job"] for row in second.until_told("up", 3)} == names, "the agent's successor has another name"
+    for run in (first, second):
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.code() == 143, run.story()
+
+
+def test_a_job_that_comes_back_while_it_is_still_being_stopped_keeps_its_name(launch: Callable) -> None:
+    script = """
+    signal.signal(signal.SIGTERM, lambda *a: (tell("asked"), wait_for("saved"), sys.exit(0)))
+    tell("up", job=os.environ["HYPERPODRUN_JOB_ID"])
+    wait_for("finish")
+    """
+    first = launch("--job-id=again", script=script)
+    first.until_told("up", 1)
+    os.kill(first.pid, signal.SIGTERM)
+    first.until_told("asked", 1)
+    second = launch("--job-id=again", script=script)
+    second.until(lambda: "waiting for the job with the id again" in second.err, "the wait")
+    assert len(second.notes("up")) == 1
+    (second.folder / "saved").touch()
+    assert [row["job"] for row in second.until_told("up", 2)] == ["again", "again"]
+    (second.folder / "finish").touch()
+    assert (first.code(), second.code()) == (143, 0), second.story()

@@ -69,6 +69,15 @@ def test_stop_between_two_agents_is_not_lost(launch: Callable) -> None:
     run.nothing_left()
 
 
+def test_interrupt_while_the_keeper_is_still_being_imported_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "fcntl.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "hyperpodrun", "none.py"], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.parametrize(("option", "limit", "words"), [("-n", "6", "open files is 6"), ("-f", "1", "bytes in a file is ")])
 def test_limits_too_low_for_the_keeper_itself_are_told(option: str, limit: str, words: str) -> None:
     line = f'ulimit {option} {limit} && exec "$@"'
