@@ -1,8 +1,8 @@
 """What the first steps of a life look for: a loop that would lose state at a restart is told so while it still costs nothing.
 
 Theory. What is common (schedulers) is noted on leaving an update, what is private on entering it, and what is shared is live. So
-nothing common may change between two updates, nothing private inside of one, and what is common or shared has to be equal on the
-ranks that would take each other's place. All of that can be seen in one step or two; but a scheduler may be stepped seldom, so
+nothing common or shared may change between two updates, nothing private inside of one, and what is common or shared has to be equal
+on the ranks that would take each other's place. All of that can be seen in one step or two; but a scheduler may be stepped seldom, so
 its digest goes round with the private states at every step.
 
 States: none. All raise parts.Misused or plan.Contradiction, with which the job ends: no restart helps.
@@ -15,11 +15,12 @@ import torch
 import xxhash
 
 from hyperpodrun.recovery import keys, memory, plan, shard
-from hyperpodrun.recovery.parts import Misused, Part, following
+from hyperpodrun.recovery.parts import Misused, Part, PlainPart, following
 from hyperpodrun.recovery.private import Private
 from hyperpodrun.recovery.where import Meeting
 
 DIGEST_BYTES = 8
+Seen = dict[str, bytes]
 
 
 def digest(common: bytes) -> bytes:
@@ -36,8 +37,37 @@ def outside(common: Sequence[Part], kept: bytes | None) -> None:
         )
 
 
+def seen(shared: Iterable[Part]) -> Seen:
+    """What is live, on leaving an update: a few bytes of each tensor, by path. Values of an optimizer's groups may be set anywhere."""
+    found: Seen = {}
+    for part in shared:
+        leaves, skeleton = part.leaves()
+        kept = [(path, tensor) for path, tensor in leaves if not path.startswith("groups.")]
+        found |= {f"{part.name}.{path}": some for (path, _), some in zip(kept, keys.samples(kept), strict=True)}
+        if isinstance(part, PlainPart):
+            found[part.name] = skeleton
+    return found
+
+
+def between(shared: Iterable[Part], left: Seen) -> None:
+    """On entering the next update. `left`: what was live on leaving the one before ({}: that is not known)."""
+    now = seen(shared) if left else {}
+    changed = [path for path, some in left.items() if now.get(path) != some]
+    if changed:
+        raise Misused(
+            f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' * (len(changed) > 3)} changed outside of "
+            "`with state.update(step):`, so a fault between that and the block would leave a model of two steps: move what steps an "
+            "optimizer or updates an average into the block. What a forward pass changes belongs into buffers"
+        )
+
+
 def too_late(private: Private, saved: bytes) -> None:
     """On leaving an update. `saved`: what was private on entering it."""
+    if appeared := private.appeared():
+        raise Misused(
+            f"the buffer {appeared[0]} was registered after RecoverableState was made, so a restart would not know of it: register it "
+            "when the module is built (as None if need be)"
+        )
     late = private.differs(saved) if saved else []
     if late:
         raise Misused(

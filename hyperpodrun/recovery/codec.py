@@ -5,7 +5,8 @@ an order that depends on the tree alone, and writes the rest as MessagePack in w
 back in. What is not a plain value is refused by its path, since guessing would restore something else than was saved.
 
 Every node is a value of MessagePack (None, bool, int of 64 bit, float, str, bytes) or a list [kind, ...]:
-  l list, t tuple, d dict (pairs), o OrderedDict, s set, f frozenset, i int beyond 64 bit, c complex, x tensor (index),
+  l list, t tuple, d dict (pairs), o OrderedDict, k Counter, e deque (its limit), s set, f frozenset, i int beyond 64 bit, c complex,
+  x tensor (index),
   n numpy array (dtype, shape, bytes), g numpy scalar, z torch.Size, y torch.dtype, v torch.device,
   q quantized tensor (scale and zero point, or those of each channel, and its integers, whose type tells its own)
 
@@ -14,7 +15,7 @@ Invariants: `decode(*encode(state))` equals `state` bit for bit, types included,
 Source: MessagePack specification; torch.Tensor.untyped_storage.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ import msgspec
 import torch
 
 MAX_DEPTH = 64
+# What a missing key of a defaultdict would give is code, not state: whoever loads it has that.
+_MAPPINGS: dict[type[Any], str] = {dict: "d", defaultdict: "d", OrderedDict: "o", Counter: "k"}
 
 
 class CodecError(ValueError):
@@ -153,10 +156,10 @@ def _pack(value: Any, path: str, take: Callable[[str, torch.Tensor], list[Any]],
 
     if kind in (list, tuple):
         return ["l" if kind is list else "t", [pack(item, place) for place, item in enumerate(value)]]
-    if kind in (dict, OrderedDict, defaultdict):
-        # What a missing key of a defaultdict would give is code, not state: whoever loads it has that.
-        letter = "o" if kind is OrderedDict else "d"
-        return [letter, [[pack(key, "a key"), pack(item, key)] for key, item in value.items()]]
+    if kind is deque:
+        return ["e", value.maxlen, [pack(item, place) for place, item in enumerate(value)]]
+    if kind in _MAPPINGS:
+        return [_MAPPINGS[kind], [[pack(key, "a key"), pack(item, key)] for key, item in value.items()]]
     if kind in (set, frozenset):
         return ["s" if kind is set else "f", [pack(item, "an element") for item in _in_order(value)]]
     if kind is complex:
@@ -224,9 +227,11 @@ def _unpack(node: Any, tensors: Sequence[Any], depth: int) -> Any:
             return each(items)
         case "t", [items]:
             return tuple(each(items))
-        case "d" | "o", [pairs]:
-            made = [each(pair) for pair in pairs]
-            return OrderedDict(made) if kind == "o" else dict(made)
+        case "d" | "o" | "k", [pairs]:
+            made = dict(each(pair) for pair in pairs)
+            return OrderedDict(made) if kind == "o" else Counter(made) if kind == "k" else made
+        case "e", [int() | None as limit, items]:
+            return deque(each(items), limit)
         case "s", [items]:
             return set(each(items))
         case "f", [items]:

@@ -16,7 +16,7 @@ from hashlib import blake2b
 import torch
 import xxhash
 
-from hyperpodrun.recovery import boxes
+from hyperpodrun.recovery import boxes, codec
 from hyperpodrun.recovery.shard import Shard
 
 SAMPLE_BYTES = 64
@@ -65,6 +65,16 @@ def _listed(ranks: Sequence[int]) -> str:
     if len(ranks) <= 8:
         return ",".join(map(str, ranks))
     return f"{ranks[0]}…{ranks[-1]} #{blake2b(repr(list(ranks)).encode(), digest_size=6).hexdigest()}"
+
+
+def samples(leaves: Sequence[tuple[str, torch.Tensor]]) -> list[bytes]:
+    """A few bytes of each tensor."""
+    found = []
+    for _, tensor in leaves:
+        raw = codec.raw(codec.dense(tensor))
+        middle = max(0, raw.numel() - SAMPLE_BYTES) // 2
+        found.append(bytes(raw[middle : middle + SAMPLE_BYTES].tolist()))
+    return found
 
 
 def sample(shard: Shard) -> str:

@@ -7,7 +7,8 @@ ranks) and `private` (samplers, random states, buffers: this rank's own, and tho
 of each are kept, since ranks can be one step apart when a fault comes, and those that belong to the newest two versions.
 
 States of the live parts: *unborn* (nothing was committed), *whole* at `step`, *torn* (inside an update).
-Invariants: `step` only grows while the marks are of one run of the function; a torn state is never offered.
+Invariants: `step` only grows while the marks are of one run of the function; a torn state is never offered, nor one that was written
+to since.
 """
 
 import struct
@@ -19,6 +20,7 @@ from hyperpodrun.recovery.parts import Part
 from hyperpodrun.recovery.plan import History
 from hyperpodrun.recovery.shard import NO_KIN
 from hyperpodrun.recovery.shm import HeapSlots
+from hyperpodrun.recovery.watching import NEVER, Watch, alike
 
 KEPT = 2
 _TAIL = struct.Struct("<Q")
@@ -74,9 +76,9 @@ class Kept:
 
 
 class Memory:
-    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py; `stamp` see
-    reuse.py. `stop` ends the writing of versions, `part` writes what is newer than they are. `before`: what it was made of, while
-    others may still need that (the shards of another world).
+    """Of one RecoverableState. `key` is the shard that the live parts are, `kin` see shard.py; `history` see plan.py; `watch`, `stamp`
+    see watching.py. `stop` ends the writing of versions, `part` writes what is newer than they are. `before`: what it was made of,
+    while others may still need that (the shards of another world).
     """
 
     def __init__(self, key: str, parts: Sequence[Part]) -> None:
@@ -84,7 +86,8 @@ class Memory:
         self.parts = parts
         self.step = -1
         self.torn = False
-        self.stamp = 0
+        self.watch = Watch(parts)
+        self.stamp = NEVER
         self.history: History = ()
         self.kin = NO_KIN
         self.before: Memory | None = None
@@ -98,6 +101,16 @@ class Memory:
     def whole(self) -> bool:
         """Can the live parts be given to others?"""
         return self.step >= 0 and not self.torn
+
+    @property
+    def untouched(self) -> bool:
+        """Are the live parts what the last update left?"""
+        return alike(self.watch.stamp(), self.stamp)
+
+    def committed(self, step: int) -> None:
+        """They are the state after that step."""
+        self.step, self.stamp = step, self.watch.stamp()
+        self.torn = False
 
     def state(self, name: str) -> Kept:
         """The private states of that name."""
@@ -155,4 +168,4 @@ def loosen(memory: Memory) -> None:
     Those who write versions hold it and each other: its tensors would stay until the garbage collector comes by.
     """
     memory.stop = memory.part = _nothing
-    memory.step, memory.parts = -1, ()
+    memory.step, memory.parts, memory.watch, memory.stamp = -1, (), Watch(()), NEVER

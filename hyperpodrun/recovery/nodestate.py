@@ -7,7 +7,7 @@ memory, from which they fetch it; other shards are not written at all then. Wher
 is not held, which is said, and the next one is tried again.
 
 States: *off* (no room from the beginning, or nothing to write), *idle*, *writing*.
-Invariants: the parts do not change while a version is written; the version `keep` is not written over.
+Invariants: the parts do not change while a version is written, or it does not count; the version `keep` is not written over.
 """
 
 import math
@@ -29,12 +29,16 @@ INLINE = 0.01
 
 
 class NodeState:
-    """`folder` lies in shared memory; `heap` keeps what has no room there; `say` tells the user something once."""
+    """`folder` lies in shared memory; `heap` keeps what has no room there; `say` tells the user something once; `intact` knows whether
+    the live parts are as the last update left them."""
 
-    def __init__(self, folder: str, heap: dict[str, shm.HeapSlots], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: str, heap: dict[str, shm.HeapSlots], say: Callable[[str], None], intact: Callable[[], bool] = shm.always
+    ) -> None:
         self._folder = folder
         self._heap = heap
         self._say = say
+        self._intact = intact
         self._slots: dict[str, shm.Slots] = {}
         self._history: History = ()
         self._thread: threading.Thread | None = None
@@ -153,7 +157,9 @@ class NodeState:
         try:
             # a process beside this one, a step behind, may have been told to part already
             with nullcontext() if isinstance(slots, shm.HeapSlots) else parting.alone(self._folder, name):
-                slots.write(step, made, self._history, keep)
+                intact = shm.always if self._inline else self._intact
+                if not slots.write(step, made, self._history, keep, intact):
+                    return False  # other weights were in their place while it was copied
         except OSError as error:
             if name not in self._refused:
                 self._say(f"there is no version of {name!r} after step {step} in the node's memory: {error.strerror or error}")

@@ -42,7 +42,7 @@ def write(folder: str, mine: Memory, whole: int | None) -> None:
                 if step not in (*steps, *_steps(folder, name, shm.VERSIONS)) and not full:
                     made = blob(name, kept.get(step) or b"")
                     shm.Slots(folder, name, shm.PARTING).write(step, made, mine.history, restored)
-    if not mine.whole:
+    if not mine.whole or not mine.untouched:
         return
     with alone(folder, mine.key):
         if mine.step > max(_steps(folder, mine.key, shm.VERSIONS + shm.PARTING), default=-1):

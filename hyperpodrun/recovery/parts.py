@@ -81,6 +81,8 @@ class ModelPart:
     def __init__(self, name: str, model: torch.nn.Module) -> None:
         self.name = name
         self._model = model
+        # FSDP2 puts the whole parameter in the place of this rank's piece while it computes, which is when faults come
+        self._pieces = {path: parameter for path, parameter in model.named_parameters() if hasattr(parameter, "to_local")}
 
     def leaves(self) -> Leaves:
         """See Part."""
@@ -127,11 +129,17 @@ class ModelPart:
         self.install(tensors, skeleton)
         return left
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Its parameters, and the buffers that follow them."""
+        return [*self._tensors().values()]
+
     def _here(self) -> dict[str, torch.Tensor]:
         return {name: local(tensor) for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**dict(self._model.named_parameters()), **following(self._model)}
+        now = dict(self._model.named_parameters())
+        gathered = {name: piece for name, piece in self._pieces.items() if name in now and not hasattr(now[name], "to_local")}
+        return {**now, **gathered, **following(self._model)}
 
 
 class OptimizerPart:
@@ -209,6 +217,10 @@ class OptimizerPart:
                     _, leaf, shape, _, spread = value
                     made[leaf.path] = _cut(f"{self.name}.state.{place}.{key}", leaf, rank, parameters[place], shape, spread)
         return list(made.values())
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Its groups, live."""
+        return self._optimizer.param_groups
 
     def parameters(self) -> list[torch.Tensor]:
         """All that it optimizes, in its order."""

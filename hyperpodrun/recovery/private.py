@@ -15,6 +15,7 @@ Invariants: `install(capture())` changes nothing. What is captured aliases nothi
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,8 @@ class _Buffer(NamedTuple):
     def device(self) -> torch.device:
         """Where it is."""
         here = self.tensor
+        if here is None:
+            here = next(chain(self.module.parameters(), self.module.buffers()), None)
         return torch.device("cpu") if here is None else here.device
 
     @property
@@ -98,7 +101,7 @@ class _Buffer(NamedTuple):
         if here is not None and (here.shape, here.dtype) == (value.shape, value.dtype):
             here.copy_(value)
         else:
-            self.module._buffers[self.name] = value if here is None else value.to(here.device)
+            self.module._buffers[self.name] = value.to(self.device)
 
 
 class Private:
@@ -107,6 +110,7 @@ class Private:
     def __init__(self, things: Mapping[str, Any], models: Mapping[str, torch.nn.Module], mode: rng.Mode) -> None:
         self._things = things
         self._mode = mode
+        self._models = models
         self._buffers = dict(_buffers(models))
         self._untouched = {path: at.tensor.clone() for path, at in self._buffers.items() if at.tensor is not None}
         self._extra = {
@@ -197,6 +201,10 @@ class Private:
             found += [name for name in {**was[kind], **now[kind]} if pack(was[kind].get(name)) != pack(now[kind].get(name))]
         return found + (["the random numbers"] if pack(was["rng"]) != pack(now["rng"]) else [])
 
+    def appeared(self) -> list[str]:
+        """Buffers that were not there at first: no restart would know of them."""
+        return [path for path, at in _buffers(self._models) if at.counts and path not in self._buffers]
+
     def _touched(self) -> dict[str, torch.Tensor]:
         for path, first in list(self._untouched.items()):
             at = self._buffers[path]
@@ -229,8 +237,9 @@ def _buffers(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, _Buffer]]
         seen |= {id(buffer) for buffer in following(model).values()}
         for path, module in model.named_modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
+                counts = key not in module._non_persistent_buffers_set
+                if counts if buffer is None else id(buffer) not in seen:  # one that is None may be made by a forward pass
                     seen.add(id(buffer))
                     full = f"{name}.{path}.{key}" if path else f"{name}.{key}"
-                    found.append((full, _Buffer(module, key, key not in module._non_persistent_buffers_set)))
+                    found.append((full, _Buffer(module, key, counts)))
     return found

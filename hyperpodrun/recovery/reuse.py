@@ -5,8 +5,7 @@ those again, the new objects are the earlier ones, and whatever writes into the 
 the last update and `restore` (a checkpoint that is loaded, new initial values, what a wrapper broadcasts when it is made), and what
 `restore` fetches into them. Writes in place count up a tensor's version, so the sum of these says whether there was one.
 
-States: none. Invariants: a memory is offered only while nothing has written to it since its last update.
-Source: torch.Tensor._version (autograd's version counter).
+States: none. Invariants: a memory is offered only while nothing has written to it since its last update (watching.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hyperpodrun.recovery.memory import Memory
-from hyperpodrun.recovery.parts import OptimizerPart, Part, RecoveryError, local
+from hyperpodrun.recovery.parts import Part, RecoveryError, local
+from hyperpodrun.recovery.watching import trainable
 
 
 class Reused(RecoveryError):
@@ -30,35 +30,28 @@ def sharing(parts: Sequence[Part], earlier: Memory | None) -> list[Memory]:
 
 
 def written(parts: Sequence[Part], earlier: Memory) -> bool:
-    """Do these lie in what the process remembers, and was that written to since its last update, as far as can be known?
+    """Was what the process remembers written to since its last update, as far as can be known? `parts`: the new objects.
 
-    Other tensors in the same memory (made of `.data`) have versions of their own.
+    Other tensors in the same memory (made of `.data`) have versions of their own, so they count as writes.
     """
-    if not earlier.whole or earlier not in sharing(parts, earlier):
+    if not earlier.whole:
         return False
-    theirs = _storages(local(parameter) for parameter in _trainable(earlier.parts))
-    mine = {id(parameter) for parameter in _trainable(parts) if _storages(iter([local(parameter)])) & theirs}
-    same = mine <= {id(parameter) for parameter in _trainable(earlier.parts)}
-    return not same or stamp(earlier.parts) != earlier.stamp
+    if earlier in sharing(parts, earlier):
+        theirs = _storages(local(parameter) for parameter in trainable(earlier.parts))
+        mine = {id(parameter) for parameter in trainable(parts) if _storages(iter([local(parameter)])) & theirs}
+        if not mine <= {id(parameter) for parameter in trainable(earlier.parts)}:
+            return True
+    return not earlier.untouched
 
 
 def trained(parts: Sequence[Part], earlier: Memory | None) -> bool:
     """Have parameters that these objects train been trained in an earlier life?"""
-    mine = _storages(local(parameter) for parameter in _trainable(parts))
+    mine = _storages(local(parameter) for parameter in trainable(parts))
     return any(
-        mine & _storages(local(parameter) for parameter in _trainable(one.parts))
+        mine & _storages(local(parameter) for parameter in trainable(one.parts))
         for one in _remembered(earlier)
         if one.step >= 0 or one.torn
     )
-
-
-def stamp(parts: Sequence[Part]) -> int:
-    """A number that another one follows when the parameters are written to."""
-    return sum(parameter._version for parameter in _trainable(parts))
-
-
-def _trainable(parts: Sequence[Part]) -> Iterator[torch.Tensor]:
-    return (parameter for part in parts if isinstance(part, OptimizerPart) for parameter in part.parameters())
 
 
 def _storages(tensors: Iterator[torch.Tensor]) -> set[int]:

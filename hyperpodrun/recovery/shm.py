@@ -80,6 +80,11 @@ class Version:
                 os.unlink(self.path)
 
 
+def always() -> bool:
+    """Nobody writes to it meanwhile."""
+    return True
+
+
 class Slots:
     """The two files of one shard. `folder` is made when the first version is written."""
 
@@ -92,12 +97,17 @@ class Slots:
         self._files: dict[str, tuple[int, int]] = {}
         self._open: tuple[memoryview, int, _Meta, int] | None = None
 
-    def write(self, step: int, shard: Shard, history: History = (), keep: int | None = None) -> None:
-        """Write a version over the oldest one, but not over that of the step `keep`. Raises NoRoom, OSError."""
+    def write(
+        self, step: int, shard: Shard, history: History = (), keep: int | None = None, intact: Callable[[], bool] = always
+    ) -> bool:
+        """Write a version over the oldest one, but not over that of the step `keep`, if it is still `intact` behind that.
+
+        Raises NoRoom, OSError.
+        """
         row = self.reserve(step, shard.layout, history, keep)
         for into, out in zip(row.tensors, shard.tensors, strict=True):
             into.copy_(out)
-        self.commit()
+        return intact() and self.commit()
 
     def reserve(self, step: int, layout: Layout, history: History = (), keep: int | None = None) -> Shard:
         """Begin a version over the oldest one: the shard to be filled. Raises NoRoom, OSError."""

@@ -126,6 +126,7 @@ class RecoverableState:
         self._writes_shard = False
         self._small: Sequence[placement.Place] = ()
         self._checks = CHECKS
+        self._left: checks.Seen = {}
         self._swapped = b""
         self._common_digest = bytes(checks.DIGEST_BYTES)
         self._replicas: set[int] = set()
@@ -183,7 +184,7 @@ class RecoverableState:
             mine.before = earlier if isinstance(found, Restored) and found.anew else None
         if step >= 0 and self._has_common:
             self._note_common(mine, step, *memory.split(attempt.blobs[f"common {mine.key}"]))
-        mine.step, mine.stamp = step, reuse.stamp(self._shared)
+        mine.committed(step)
         memory.remember(self._name, mine)
         self._settle(meeting, step, attempt)
         return step + 1
@@ -205,10 +206,17 @@ class RecoverableState:
         held = Held()
         if earlier is not None and reuse.written(self._shared, earlier):
             earlier.torn = True
-            self._say(
-                "the objects of the run before are used again, and were written to since its last update (a checkpoint, new initial "
-                "values, a wrapper's broadcast): what they hold is not used. Build them inside of the function that is run again"
-            )
+            if reuse.sharing(self._shared, earlier):
+                self._say(
+                    "the objects of the run before are used again, and were written to since its last update (a checkpoint, new "
+                    "initial values, a wrapper's broadcast): what they hold is not used. Build them inside of the function that is "
+                    "run again"
+                )
+            else:
+                self._say(
+                    "other weights were in this rank's model when the run before ended (averages, for a validation?), so it is not "
+                    "used. Those who keep such averages in a model of their own lose nothing to such a fault"
+                )
         held.remembered(earlier)
         found = [] if self._copies < 2 else found_by(where, earlier)
         held.found(found, needs)
@@ -342,6 +350,7 @@ class RecoverableState:
         self._private.drawn(step)
         if self._checks:
             checks.outside(self._common, mine.common.get(mine.step))
+            checks.between(self._shared, self._left)
         if self._checks and self._meeting is not None and mine.step >= 0:
             checks.replicas(self._meeting, mine, self._shared, self._common, self._common_digest, self._models)
         if self._where is not None and self._where.launched:
@@ -376,14 +385,14 @@ class RecoverableState:
             checks.carriable(self._shared)
             checks.too_late(self._private, self._swapped)
         self._checks = max(0, self._checks - 1)
+        self._left = checks.seen(self._shared) if self._checks else {}
         if self._has_common:
             self._note_common(mine, step, shard.pack(shard.of(self._common)), self._constant)
-        mine.step, mine.stamp = step, reuse.stamp(self._shared)
-        mine.torn = False
+        mine.committed(step)
         if self._versions is not None:
             self._versions.stepped(step, lambda: self._made(step, self._names()))
         if self._tiered is not None and self._where is not None and self._where.launched and self._tiered.due(step):
-            self._tiered.store(step, self._made(step, self._stores))
+            self._tiered.store(step, self._made(step, self._stores), lambda: mine.untouched)
         self._seed_step(step + 1)
         note_step(step)
 

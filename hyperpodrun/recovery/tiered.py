@@ -70,11 +70,11 @@ class Tiered:
         """Is this step stored?"""
         return (step + 1) % self._every == 0
 
-    def store(self, step: int, shards: Mapping[str, Shard]) -> None:
-        """Store this rank's part of it, in a thread; `settle` before anything changes."""
+    def store(self, step: int, shards: Mapping[str, Shard], intact: Callable[[], bool] = shm.always) -> None:
+        """Store this rank's part of it, in a thread; `settle` before anything changes. What is not `intact` then is not stored."""
         self.close()
         self._copied.clear()
-        self._thread = ending.thread(self._store, step, shards, name="tiered", stop=ending.by_itself, limit_s=math.inf)
+        self._thread = ending.thread(self._store, step, shards, intact, name="tiered", stop=ending.by_itself, limit_s=math.inf)
 
     def settle(self) -> None:
         """Until the state may change again."""
@@ -87,15 +87,19 @@ class Tiered:
             self._thread.join()
             self._thread = None  # only now: an order to leave may break into the wait, and whoever comes next has to wait, too
 
-    def _store(self, step: int, shards: Mapping[str, Shard]) -> None:
+    def _store(self, step: int, shards: Mapping[str, Shard], intact: Callable[[], bool]) -> None:
         folder, written = folder_of(self._path, step), []
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
             for name, made in shards.items():
                 written.append(shm.write_file(os.path.join(folder, _file_of(name)), name, step, made, self._history))
+            whole = intact()
             self._copied.set()
-            for finish in written:
+            for finish in written if whole else ():
                 finish()
+            if not whole:
+                self._say(f"step {step} is not stored in {self._path}: other weights were in the model meanwhile")
+                return
             _flush(folder)
         except OSError as error:
             self._say(f"step {step} is not stored in {self._path}: {error.strerror or error}")

@@ -53,7 +53,7 @@ class Versions:
         self._mine = mine
         self._number = copies
         self._say = say
-        self._node = NodeState(self.folder, mine.heap, say)
+        self._node = NodeState(self.folder, mine.heap, say, lambda: mine.untouched)
         self._copies = Copies(token, self._node.version, self._slots_of, say)
         self._roomy = self._roomy_for_copies = self._is_written = True
         self._in_use: set[str] = set()

@@ -1,5 +1,6 @@
 """Whatever a state consists of comes back, or is refused by its name in the first steps; two states do not meddle with each other."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hyperpodrun.agent.wire import names
-from hyperpodrun.recovery import RecoverableState, RecoveryError, codec, shm
+from hyperpodrun.recovery import RecoverableState, RecoveryError, codec, nodestate, shm
 from hyperpodrun.recovery.shard import of as shard_of
 
 pytestmark = pytest.mark.torch
@@ -130,6 +131,39 @@ def test_constant_buffers_come_back(lost: Callable[[], Any]) -> None:
     (freqs, cache, mean), restored, later = values
     assert torch.equal(restored[0], freqs) and torch.equal(restored[1], cache) and torch.equal(restored[2], mean)
     assert torch.equal(later[0], freqs) and not torch.equal(later[2], mean)
+
+
+class Lazy(nn.Linear):
+    """Makes its mean in the first forward pass."""
+
+    mean: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mean", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = x.mean(0) if self.mean is None else 0.5 * self.mean + x.mean(0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("lost", [int, alone.all_processes_are_lost], ids=["nothing", "processes"])
+def test_a_buffer_that_is_none_at_first_comes_back(lost: Callable[[], Any]) -> None:
+    values = []
+    for until in (3, 3):
+        model = Lazy()
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(RecoverableState(model=model, optimizer=optimizer, rng="counter"), model, optimizer, until)
+        values.append(model.mean)
+        lost()
+    assert values[0] is not None and values[1] is not None and torch.equal(values[0], values[1])
+
+
+def test_a_buffer_that_is_registered_late_is_refused_in_the_first_step() -> None:
+    model, optimizer = linear()
+    state = RecoverableState(model=model, optimizer=optimizer)
+    with pytest.raises(RecoveryError, match=r"the buffer model.late was registered after RecoverableState was made"):
+        train(state, model, optimizer, 0, lambda: model.register_buffer("late", torch.ones(1)))
 
 
 def test_a_cache_that_was_grown_is_none_of_the_state() -> None:
@@ -267,6 +301,64 @@ def test_what_changes_too_late_is_refused_in_the_first_step(which: str) -> None:
     with pytest.raises(RecoveryError, match=rf"^{which} changed inside .*update.*step old after a restart") as refused:
         train(RecoverableState(model=model, optimizer=optimizer, ema=ema), model, optimizer, 5, inside)
     assert refused.value.rung == "end"  # type: ignore[attr-defined]  # no restart helps
+
+
+def test_what_is_stepped_behind_the_block_is_refused_in_the_second_step() -> None:
+    """A fault between the two would leave a model of one step beside one of another."""
+    model, optimizer = linear()
+    critic, its_optimizer = linear(3)
+    state = RecoverableState(model=[model, critic], optimizer=[optimizer, its_optimizer])
+
+    def train_critic(*_: Any) -> None:
+        step_of(critic, its_optimizer)
+        its_optimizer.step()
+
+    model.register_forward_hook(train_critic)
+    with pytest.raises(RecoveryError, match=r"^model1.weight, model1.bias, optimizer1.*5 more changed outside of") as refused:
+        train(state, model, optimizer, 5)
+    assert refused.value.rung == "end" and state._memory is not None and state._memory.step == 0  # type: ignore[attr-defined]
+
+
+def test_rates_that_are_set_in_front_of_the_block_are_none_of_that() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+
+    def set_rate(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"].mul_(0.9)
+
+    model.register_forward_hook(set_rate)
+    train(RecoverableState(model=model, optimizer=optimizer), model, optimizer, 5)
+
+
+@pytest.mark.parametrize("lost", [int, alone.all_processes_are_lost], ids=["nothing", "processes"])
+def test_averages_in_the_place_of_weights_are_no_state(lost: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault comes in a validation, while a version is still being written."""
+    go_on = threading.Event()
+    model, optimizer = linear()
+    state = RecoverableState(model=model, optimizer=optimizer)
+    train(state, model, optimizer, 3)
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    write = shm.Slots.reserve
+
+    def slowly(*given: Any, **more: Any) -> Any:
+        go_on.wait(60)
+        return write(*given, **more)
+
+    monkeypatch.setattr(nodestate, "INLINE", -1.0)
+    monkeypatch.setattr(shm.Slots, "reserve", slowly)
+    with state.update(4):
+        optimizer.step()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    go_on.set()
+    assert state._versions is not None
+    state._versions.settle()
+    lost()
+    other, its_optimizer = linear()
+    again = RecoverableState(model=other, optimizer=its_optimizer)
+    assert again.restore() == 4 and again.restored_from == "shm"
+    assert all(torch.equal(*pair) for pair in zip(kept, other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import pytest
@@ -114,11 +114,14 @@ def test_tied_tensors_are_taken_once_and_stay_tied() -> None:
 
 def test_numpy_values_and_torch_names_come_back() -> None:
     state = {"a": numpy.arange(6).reshape(2, 3), "s": numpy.float32(1.5), "size": torch.Size([1, 2]), "t": torch.int8,
-             "d": torch.device("cpu"), "dd": defaultdict(list, {1: 2})}  # fmt: skip
+             "d": torch.device("cpu"), "dd": defaultdict(list, {1: 2}),
+             "milestones": Counter([3, 3, 6]), "window": deque([1, 2], maxlen=2)}  # fmt: skip
     back = codec.decode(codec.encode(state)[1], [])
     assert (back["a"] == state["a"]).all() and back["a"].dtype == state["a"].dtype
     assert back["s"] == 1.5 and type(back["s"]) is numpy.float32
     assert (back["size"], back["t"], back["d"], back["dd"]) == (torch.Size([1, 2]), torch.int8, torch.device("cpu"), {1: 2})
+    assert back["milestones"] == Counter([3, 3, 6]) and type(back["milestones"]) is Counter  # MultiStepLR's
+    assert back["window"] == deque([1, 2]) and back["window"].maxlen == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*quantiz:")

@@ -18,7 +18,7 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 def committed(model: nn.Module) -> Memory:
     memory = Memory("model", parts_of(model))
-    memory.step, memory.stamp = 7, reuse.stamp(memory.parts)
+    memory.committed(7)
     return memory
 
 
@@ -47,6 +47,23 @@ def made_of_it(model: nn.Module) -> nn.Module:
     return other
 
 
+def replaced(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model.bias.mul_(2)  # type: ignore[operator, union-attr]  # a Linear
+    return nn.Linear(3, 2)
+
+
+def replaced_by_data(model: nn.Module) -> nn.Module:
+    """As helpers that put averages in a model's place do; versions do not show it."""
+    model.bias.data.mul_(2)  # type: ignore[operator, union-attr]  # a Linear
+    return nn.Linear(3, 2)
+
+
+def replaced_and_put_back(model: nn.Module) -> nn.Module:
+    model.bias.data.mul_(2).mul_(0.5)  # type: ignore[operator, union-attr]  # a Linear
+    return nn.Linear(3, 2)
+
+
 def new(_: nn.Module) -> nn.Module:
     return nn.Linear(3, 2)
 
@@ -60,6 +77,9 @@ def new(_: nn.Module) -> nn.Module:
         (initialised, True, True),
         (made_of_it, True, True),
         (new, False, False),
+        (replaced, False, True),
+        (replaced_by_data, False, True),
+        (replaced_and_put_back, False, False),
     ],
 )
 def test_what_was_done_to_them_is_known(then: Callable[[nn.Module], nn.Module], shared: bool, written: bool) -> None:
@@ -79,3 +99,13 @@ def test_a_frozen_part_that_all_lives_share_has_not_been_trained() -> None:
     parts = parts_of(nn.Sequential(frozen, nn.Linear(3, 2)))
     assert reuse.sharing(parts, earlier) == [earlier]
     assert not reuse.trained(parts, earlier) and not reuse.written(parts, earlier)
+
+
+def test_an_average_that_no_optimizer_trains_is_watched() -> None:
+    model, average = nn.Linear(3, 2), nn.Linear(3, 2)
+    memory = Memory("model", [*parts_of(model), part_of("average", average)])
+    memory.committed(7)
+    assert memory.untouched
+    with torch.no_grad():
+        average.weight.mul_(2)
+    assert not memory.untouched

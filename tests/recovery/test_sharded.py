@@ -86,6 +86,11 @@ def build():
 def local(t): return t.to_local() if hasattr(t, "to_local") else t
 
 
+def fail(*_):
+    "Between two layers: FSDP2 has put whole parameters in the place of pieces."
+    raise RuntimeError("forward")
+
+
 def life(generation, until, at="", copies=2):
     os.environ[names.GENERATION] = str(generation)
     dist.init_process_group("gloo", init_method=os.environ["MEET"] + str(next(meets)), rank=rank, world_size=world)
@@ -98,6 +103,7 @@ def life(generation, until, at="", copies=2):
     try:
         for step in range(start, until + 1):
             x = sampler.draw() + random.random()
+            if at == "forward" and step == until: model[2].register_forward_hook(fail)
             loss = model(x).square().mean()
             optimizer.zero_grad(); loss.backward()
             if at == "backward" and step == until: raise RuntimeError(at)
@@ -110,6 +116,9 @@ def life(generation, until, at="", copies=2):
             if fetching: fetching.join()
     except RuntimeError as error:
         if str(error) != at: raise
+    if at == "forward":  # model.state_dict() would put the pieces back
+        dist.barrier()
+        return dist.destroy_process_group()
     tensors = [local(t) for t in (*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values()))]
     values = (sampler.at, scheduler.last_epoch, optimizer.param_groups[0]["lr"], random.getstate(), torch.get_rng_state().tolist())
     text = b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors) + repr(values).encode()
@@ -129,6 +138,7 @@ SCENARIOS: dict[str, tuple[str, int, list[str]]] = {
     # name (its first word is the layout): what happens before the last life, where that begins, where each rank's state comes from
     "fsdp undisturbed": ("", 0, ["fresh"] * 4),
     "fsdp a node is lost": ("life(0, 8, 'backward')\nif rank == 1: lose()", 7, ["shm", "copy", "shm", "shm"]),
+    "fsdp a fault in the forward pass": ("life(0, 8, 'forward')", 8, ["own"] * 4),
     "fsdp a node is lost right behind a version": ("life(0, 6)\nif rank == 2: lose()", 7, ["own", "own", "copy", "own"]),
     "fsdp a process is lost": ("life(0, 8)\nif rank == 3: lose(node=False)", 7, ["shm"] * 4),
     "fsdp one is torn": ("life(0, 8, 'torn' if rank == 0 else '')", 7, ["shm"] * 4),
@@ -141,6 +151,8 @@ SCENARIOS: dict[str, tuple[str, int, list[str]]] = {
         "life(0, 5)\nif rank in (1, 2): flip()\nif rank == 1: lose(node=False)\ntwice(1)", 0, ["fresh"] * 4),
     "hsdp undisturbed": ("", 0, ["fresh"] * 4),
     "hsdp a node is lost": ("life(0, 8, 'backward')\nif rank == 1: lose()", 8, ["own", "peer", "own", "own"]),
+    "hsdp a node is lost in the forward pass": (
+        "life(0, 8, 'forward')\nif rank == 1: lose()", 8, ["own", "peer", "own", "own"]),
     "tp undisturbed": ("", 0, ["fresh"] * 4),
     "tp a node is lost": ("life(0, 8, 'backward')\nif rank == 1: lose()", 7, ["shm", "copy", "shm", "shm"]),
     "hsdp both replicas are lost": ("life(0, 8)\nif rank in (1, 3): lose()", 0, ["fresh"] * 4),

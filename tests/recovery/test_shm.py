@@ -124,7 +124,7 @@ def memory_at(step: int, *small: int) -> Memory:
     torch.nn.init.constant_(layer.weight, float(step))
     torch.nn.init.constant_(layer.bias, float(step))
     mine = Memory("model", [part_of("model", layer)])
-    mine.step = step
+    mine.committed(step)
     for at in small:
         mine.state(EXACT).put(at, str(at).encode())
     return mine

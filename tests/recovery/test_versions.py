@@ -51,6 +51,7 @@ class Life:
 
     def step(self, step: int, elsewhere: int = HELD) -> int:
         """One step; how far this rank is with its version afterwards. `elsewhere`: how far others are."""
+        self.mine.committed(step)
         self.versions.stepped(step, lambda: {"shard 0": shard.of(self.mine.parts)})
         self.versions.settle()
         _, said = self.versions.agree()
@@ -117,7 +118,8 @@ def test_what_is_older_than_the_whole_version_makes_room_for_one_that_had_none(f
 def test_what_parting_processes_left_goes_when_a_version_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life()
     left = Memory("shard 0", life.mine.parts)
-    left.step, left.history = 3, (START,)
+    left.history = (START,)
+    left.committed(3)
     parting.write(str(folder), left, None)
     with monkeypatch.context() as patch:
         patch.setattr(shm.Slots, "reserve", no_room)
