@@ -31,6 +31,12 @@ class CodecError(ValueError):
     """The state holds something that cannot be carried, or the bytes are not a state. Says where."""
 
 
+class Uncarriable(CodecError):
+    """The state holds something that cannot be carried. Restarts do not help."""
+
+    rung = "end"
+
+
 class Leaf(msgspec.Struct, frozen=True):
     """What a tensor looks like: enough to make an empty one. `dtype` as in torch's name behind the dot.
 
@@ -128,7 +134,7 @@ def _check(path: str, tensor: torch.Tensor) -> None:
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         reason = f"it is a {type(tensor).__name__}"
     if reason:
-        raise CodecError(f"the tensor at {path or 'the top'} cannot be carried: {reason}; give the parts of it as plain tensors")
+        raise Uncarriable(f"the tensor at {path or 'the top'} cannot be carried: {reason}; give the parts of it as plain tensors")
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -141,7 +147,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _pack(value: Any, path: str, take: Callable[[str, torch.Tensor], list[Any]], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise CodecError(f"{path[:80]}…: deeper than {MAX_DEPTH} levels (does it hold itself?)")
+        raise Uncarriable(f"{path[:80]}…: deeper than {MAX_DEPTH} levels (does it hold itself?)")
     kind = type(value)
     if value is None or kind in (bool, float, str, bytes):
         return value
@@ -173,7 +179,7 @@ def _pack(value: Any, path: str, take: Callable[[str, torch.Tensor], list[Any]],
     if kind.__module__.partition(".")[0] == "numpy":
         return _pack_numpy(value, path)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    raise CodecError(f"{path or 'the state'} is a {name}, which cannot be carried: use plain values and tensors")
+    raise Uncarriable(f"{path or 'the state'} is a {name}, which cannot be carried: use plain values and tensors")
 
 
 def _pack_quantized(value: torch.Tensor, path: str, take: Callable[[str, torch.Tensor], list[Any]]) -> list[Any]:
@@ -183,7 +189,7 @@ def _pack_quantized(value: torch.Tensor, path: str, take: Callable[[str, torch.T
         scales, points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
         scale = [take(f"{path}.scales", scales), take(f"{path}.zero_points", points), value.q_per_channel_axis()]
     else:
-        raise CodecError(f"the tensor at {path or 'the top'} cannot be carried: it is quantized by {value.qscheme()}")
+        raise Uncarriable(f"the tensor at {path or 'the top'} cannot be carried: it is quantized by {value.qscheme()}")
     return ["q", scale, take(f"{path}.integers", value.int_repr())]
 
 
@@ -209,7 +215,7 @@ def _pack_numpy(value: Any, path: str) -> list[Any]:
         return ["n", value.dtype.str, list(value.shape), value.tobytes()]
     if isinstance(value, numpy.generic) and not value.dtype.hasobject and value.dtype.names is None:
         return ["g", value.dtype.str, value.tobytes()]
-    raise CodecError(f"{path} is a numpy {type(value).__name__} of type {getattr(value, 'dtype', '?')}, which cannot be carried")
+    raise Uncarriable(f"{path} is a numpy {type(value).__name__} of type {getattr(value, 'dtype', '?')}, which cannot be carried")
 
 
 def _unpack(node: Any, tensors: Sequence[Any], depth: int) -> Any:

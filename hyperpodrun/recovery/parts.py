@@ -354,7 +354,7 @@ def _dim_of(kind: Any) -> int | None:
         return None
     if type(kind).__name__ == "Shard":
         return int(kind.dim)
-    raise codec.CodecError(f"an optimizer's state is spread as {kind}, unlike its parameter: that cannot be carried")
+    raise codec.Uncarriable(f"an optimizer's state is spread as {kind}, unlike its parameter: that cannot be carried")
 
 
 def _is_spread(value: Any) -> bool:
