@@ -144,7 +144,7 @@ def test_what_another_job_has_there_is_neither_read_nor_removed(tmp_path: Path, 
     fd = where.hold(str(tmp_path), "first")
     said: list[str] = []
     node = NodeState(str(tmp_path), {}, said.append)
-    monkeypatch.setenv(names.FAMILY, "second")
+    monkeypatch.setenv(names.STATE_OWNER, "second")
     assert not node.begin(-1, (), ["model"], [], True) and "another job" in said[0]
     node.only([])
     node.make_room([], 9)

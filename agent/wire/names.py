@@ -43,6 +43,8 @@ USE_ROOTLESS = "HPCT_USE_ROOTLESS"
 SKIP_TCPSTORE = "TORCH_SKIP_TCPSTORE"
 # Marks every process of one launcher, however deep and however re-parented, so that none is left behind.
 FAMILY = "HYPERPODRUN_FAMILY"
+# Whose the job's state in the node's shared memory is, where one launcher is the whole job; else any agent's of the job.
+STATE_OWNER = "HYPERPODRUN_STATE_OWNER"
 # Asked of the launcher: a file in which it keeps its pid, ports and state folder (JSON).
 STATUS_FILE = "HYPERPODRUN_STATUS_FILE"
 JOB_SECRET = "HYPERPODRUN_JOB_SECRET"
@@ -53,6 +55,6 @@ INJECT_DIR = "HYPERPODRUN_INJECT_DIR"
 PER_RANK = frozenset({
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME,
     MASTER_ADDR, MASTER_PORT, RESTART_COUNT, MAX_RESTARTS, RUN_ID, ERROR_FILE, USE_AGENT_STORE, JOB_RESTART_COUNT, SPARE,
-    JOB_ID, GENERATION, NODE, LINK, STORE, RANK0_ADDR, FAMILY,
+    JOB_ID, GENERATION, NODE, LINK, STORE, RANK0_ADDR, FAMILY, STATE_OWNER,
 })  # fmt: skip
 NEVER_IN_WORKERS = frozenset({JOB_SECRET, STATUS_FILE})

@@ -106,6 +106,7 @@ def worker_env(
         names.NODE: node,
         names.RANK0_ADDR: rank0_addr,
         names.FAMILY: family,
+        names.STATE_OWNER: family if config.mesh is None else "",
     }
     if use_agent_store:
         host = f"[{master_addr}]" if ":" in master_addr else master_addr

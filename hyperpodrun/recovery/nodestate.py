@@ -181,4 +181,4 @@ _held: dict[str, int] = {}
 def hold(folder: str) -> None:
     """Mark the folder as used by this process, until it ends. Raises OSError: it cannot be used."""
     if folder not in _held or not os.path.exists(node_state.lock_of(folder)):
-        _held[folder] = node_state.hold(folder, os.environ.get(names.FAMILY, ""))
+        _held[folder] = node_state.hold(folder, os.environ.get(names.STATE_OWNER, ""))

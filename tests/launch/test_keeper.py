@@ -70,7 +70,7 @@ def test_stop_between_two_agents_is_not_lost(launch: Callable) -> None:
 
 
 def test_interrupt_while_the_keeper_is_still_being_imported_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "fcntl.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "ctypes.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     done = subprocess.run(
         [sys.executable, "-m", "hyperpodrun", "none.py"], capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(tmp_path)}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperpodrun.agent.config import JobConfig
+from hyperpodrun.agent.config import JobConfig, MeshConfig
 from hyperpodrun.agent.wire import names
 from hyperpodrun.agent.wire.launch import Program
 from hyperpodrun.agent.workers import environment
@@ -44,9 +44,14 @@ def test_own_variables():
     env = rank_env(config())
     wanted = {
         names.JOB_ID: "job", names.GENERATION: "7", names.NODE: "n2", names.FAMILY: "f", names.JOB_RESTART_COUNT: "1",
-        names.SPARE: "0", names.RANK0_ADDR: "r0",
+        names.SPARE: "0", names.RANK0_ADDR: "r0", names.STATE_OWNER: "f",
     }  # fmt: skip
     assert {name: env.get(name) for name in wanted} == wanted
+
+
+def test_several_agents_of_a_job_on_one_host_share_what_it_keeps_there():
+    """Each has a mark of its own."""
+    assert rank_env(config(mesh=MeshConfig()))[names.STATE_OWNER] == ""
 
 
 def test_agents_own_store_has_its_address_in_a_variable():

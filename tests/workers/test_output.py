@@ -1,5 +1,6 @@
 """Workers' output from real pipes to consoles, files and the failure report."""
 
+import gc
 import os
 import pty
 import select
@@ -502,6 +503,7 @@ class TestEnds:
 
     def test_nothing_stays_open(self, launch: Launch, tmp_path: Path) -> None:
         def opened() -> list[str]:
+            gc.collect()  # what other tests left goes now, not in between
             return sorted(
                 os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")
             )
