@@ -245,10 +245,11 @@ class Nodes:
 
 
 def _free_ports() -> Iterator[int]:
-    """Ports below the ephemeral range that nobody listens on; each once."""
-    port = 20000 + os.getpid() * 37 % 9000
+    """Ports below the ephemeral range that nobody listens on; each once. Test processes that run at the same time have others."""
+    first = 20000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4 * 2750
+    port = first + os.getpid() * 37 % 2750
     while True:
-        port = port + 1 if port < 31000 else 20000
+        port = port + 1 if port < first + 2749 else first
         try:
             with socket.create_server(("127.0.0.1", port)):
                 pass
