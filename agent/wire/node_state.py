@@ -1,8 +1,8 @@
 """Where the versions of a job's training state lie on a node, for the workers that write them and the agents that remove them.
 
 Workers hold a shared flock(2) on the folder's `lock` as long as they live: a folder whose lock is free belongs to nobody who runs.
-Whoever takes a free one writes into it which launcher it is of, and only processes of that one may hold it, too: a second job by the
-same id (two in one allocation of a scheduler) neither reads nor writes what is the first one's.
+Whoever takes a free one writes its owner into it (names.STATE_OWNER), and only processes of that one may hold it, too: a second job by
+the same id (two in one allocation of a scheduler) neither reads nor writes what is the first one's.
 Everybody may make a folder of that name in /dev/shm, or a link: what is no folder of this user's own is not used.
 Source: flock(2), tmpfs(5). Standard library only.
 """
@@ -62,8 +62,8 @@ def is_own(folder: str) -> bool:
     return all(stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() for status in found)
 
 
-def hold(folder: str, launcher: str = "") -> int:
-    """Make the folder if need be; a descriptor that marks it as used by a process of that launcher. Raises OSError."""
+def hold(folder: str, owner: str = "") -> int:
+    """Make the folder if need be; a descriptor that marks it as used by a process of that owner's. Raises OSError."""
     lock = lock_of(folder)
     for made in (top_of(folder), folder):
         os.makedirs(made, mode=0o700, exist_ok=True)
@@ -72,7 +72,7 @@ def hold(folder: str, launcher: str = "") -> int:
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         until_s = time.monotonic() + LINGER_S
-        while not _is_held(fd, launcher.encode()):
+        while not _is_held(fd, owner.encode()):
             if time.monotonic() > until_s:
                 raise BlockingIOError(errno.EBUSY, f"{folder} is used by another job with the same id")
             time.sleep(LINGER_S / 50)
@@ -82,16 +82,16 @@ def hold(folder: str, launcher: str = "") -> int:
     return fd
 
 
-def _is_held(fd: int, launcher: bytes) -> bool:
+def _is_held(fd: int, owner: bytes) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(OSError):  # not a byte is free: it is taken without a name, then
-            os.pwrite(fd, launcher, 0)
-            os.ftruncate(fd, len(launcher))
+            os.pwrite(fd, owner, 0)
+            os.ftruncate(fd, len(owner))
     except BlockingIOError:
         pass  # somebody has it, perhaps of this job
     fcntl.flock(fd, fcntl.LOCK_SH)
-    if os.pread(fd, 1 << 10, 0) in (launcher, b""):
+    if os.pread(fd, 1 << 10, 0) in (owner, b""):
         return True
     fcntl.flock(fd, fcntl.LOCK_UN)
     return False
